@@ -1,0 +1,345 @@
+"""The wire contract: every message between SDK and server, as pydantic models shared by both.
+
+It does no I/O and holds no defaults of the client or the server beyond those written in the protocol.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+
+MAX_BODY_BYTES = 8 * 1024 * 1024
+MAX_REFS = 1024
+MAX_PIECES = 4096
+_INT31 = 2**31 - 1
+
+ErrorCode: TypeAlias = Literal[
+    "invalid_request",
+    "unauthorized",
+    "state_not_found",
+    "state_incompatible",
+    "state_released",
+    "context_too_long",
+    "position_overflow",
+    "unsupported_model_feature",
+    "rate_limited",
+    "pool_exhausted",
+    "internal",
+]
+
+HTTP_STATUS: dict[ErrorCode, int] = {
+    "invalid_request": 400,
+    "unauthorized": 401,
+    "state_not_found": 404,
+    "state_incompatible": 409,
+    "state_released": 410,
+    "context_too_long": 413,
+    "position_overflow": 422,
+    "unsupported_model_feature": 422,
+    "rate_limited": 429,
+    "pool_exhausted": 503,
+    "internal": 500,
+}
+
+# Fixed length, because SGLang aborts by id *prefix*; 128 random bits, so that nobody guesses one.
+STATE_ID_PATTERN = r"^[0-9a-f]{32}$"
+StateId: TypeAlias = Annotated[str, StringConstraints(pattern=STATE_ID_PATTERN)]
+Index: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
+"""A token index, counted from 0 inside one state's own tokens."""
+Position: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
+"""A rotary position."""
+TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
+
+
+class Wire(BaseModel):
+    """Base of all messages: immutable, unknown fields refused, NaN and infinity refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Reply(BaseModel):
+    """Base of what the server sends: immutable; fields that a newer server adds are ignored."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+# ---------------------------------------------------------------- what a state is made from
+
+
+class Ref(Wire):
+    """One reference to an earlier state.
+
+    `inherit` selects everything the state hands on and its own tokens (`upto`: only the first `upto` of them).
+    `artifact` selects own tokens `span[0]:span[1]` only; no span means what the state generated.
+    `base` is the effective position at which the reference's lowest token is placed; only with explicit placement.
+    """
+
+    kind: Literal["inherit", "artifact"]
+    id: StateId
+    span: tuple[Index, Index] | None = None
+    upto: Index | None = None
+    propagate: bool = Field(default=True, strict=True)
+    base: Position | None = None
+
+    @model_validator(mode="after")
+    def _fields_fit_kind(self) -> Ref:
+        if self.span is not None and self.kind != "artifact":
+            raise ValueError("span belongs to an artifact reference; use upto to inherit a part")
+        if self.upto is not None and self.kind != "inherit":
+            raise ValueError("upto belongs to an inherit reference; use span for an artifact")
+        if self.span is not None and self.span[0] > self.span[1]:
+            raise ValueError(f"span is reversed: {self.span[0]} > {self.span[1]}")
+        return self
+
+
+class Explicit(Wire):
+    """Explicit placement: each reference goes to its own `base` (none: it stays), new tokens begin at `start`
+    (none: one after the largest visible position)."""
+
+    start: Position | None = None
+
+
+Policy: TypeAlias = Literal["keep", "concat"]
+
+
+class ContextSpec(Wire):
+    """Which tokens a new state sees, and where. Also what `custom_params["anabranch"]` carries, as a JSON string."""
+
+    id: StateId | None = None
+    refs: tuple[Ref, ...] = Field(default=(), max_length=MAX_REFS)
+    place: Policy | Explicit | None = None
+    rules: Literal["strict"] | None = None
+    keep: bool = Field(default=True, strict=True)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ContextSpec:
+        if not isinstance(self.place, Explicit) and any(ref.base is not None for ref in self.refs):
+            raise ValueError('base needs explicit placement: "place": {"start": ...} or {}')
+        if self.rules == "strict" and len({ref.kind for ref in self.refs}) > 1:
+            raise ValueError("strict rules: one state may not mix inherit and artifact references")
+        if self.id is not None and any(ref.id == self.id for ref in self.refs):
+            raise ValueError("a state cannot reference itself")
+        return self
+
+
+class TextPiece(Wire):
+    """Plain text, tokenised on its own, without special tokens."""
+
+    text: str
+
+
+class MessagePiece(Wire):
+    """A chat message, rendered with the model's chat template."""
+
+    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    content: str
+
+
+class TokensPiece(Wire):
+    """Token ids, taken as they are."""
+
+    tokens: tuple[TokenId, ...]
+
+
+Piece: TypeAlias = TextPiece | MessagePiece | TokensPiece
+
+
+class Sampling(Wire):
+    """Sampling arguments; OpenAI's names, SGLang's where OpenAI has none."""
+
+    max_tokens: Annotated[int, Field(strict=True, ge=0, le=_INT31)] = 128
+    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Field(strict=True, ge=-1, le=_INT31)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    min_tokens: Annotated[int, Field(strict=True, ge=0, le=_INT31)] = 0
+    stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], Field(max_length=64)] = ()
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=64)] = ()
+    ignore_eos: bool = Field(default=False, strict=True)
+    regex: str | None = None
+    json_schema: str | None = None
+    ebnf: str | None = None
+    logprobs: bool = Field(default=False, strict=True)
+    top_logprobs: Annotated[int, Field(strict=True, ge=0, le=128)] = 0
+
+
+class GenerateRequest(ContextSpec):
+    """`POST /anabranch/v1/generate`. `sampling.max_tokens = 0` computes the state and generates nothing."""
+
+    id: StateId
+    input: tuple[Piece, ...] = Field(default=(), max_length=MAX_PIECES)
+    sampling: Sampling = Sampling()
+    stream: bool = Field(default=False, strict=True)
+
+
+class ExplainRequest(Wire):
+    """`POST /anabranch/v1/explain`: of an existing state (`id`), or of a context that was never run (`spec`)."""
+
+    id: StateId | None = None
+    spec: ContextSpec | None = None
+
+    @model_validator(mode="after")
+    def _one_of(self) -> ExplainRequest:
+        if (self.id is None) == (self.spec is None):
+            raise ValueError("give either id or spec")
+        return self
+
+
+# ---------------------------------------------------------------- what comes back
+
+
+class Usage(Reply):
+    """Token counts of one generate. `context_tokens` is what was visible before the new input."""
+
+    context_tokens: int
+    reused_tokens: int
+    computed_tokens: int
+    generated_tokens: int
+
+
+class Timings(Reply):
+    """Seconds. `kv_prepare` is making the visible KV addressable; `first_token` counts from arrival."""
+
+    queue: float = 0.0
+    compile: float = 0.0
+    kv_prepare: float = 0.0
+    first_token: float = 0.0
+    decode: float = 0.0
+    total: float = 0.0
+
+
+class TokenLogprob(Reply):
+    """Natural log probability of a generated token, and of the likeliest alternatives as (token, logprob)."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
+
+
+class GenerateResponse(Reply):
+    """The whole result. `tokens` are the generated tokens that the new state owns, so a matched stop token or stop
+    string is not among them. `kept` is false if the request asked not to keep the state."""
+
+    id: StateId
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    kept: bool = True
+
+
+class DeltaEvent(Reply):
+    """SSE: text and tokens that are new since the last event."""
+
+    type: Literal["delta"] = "delta"
+    text: str
+    tokens: tuple[int, ...] = ()
+
+
+class FinalEvent(Reply):
+    """SSE: the last event of a stream that succeeded."""
+
+    type: Literal["final"] = "final"
+    response: GenerateResponse
+
+
+class ErrorBody(Reply):
+    """What went wrong, in a stable code, and what to do next."""
+
+    code: ErrorCode
+    message: str
+    hint: str | None = None
+    param: str | None = None
+    request_id: str | None = None
+
+
+class ErrorResponse(Reply):
+    """The body of every response that is not 2xx."""
+
+    error: ErrorBody
+
+
+class ErrorEvent(Reply):
+    """SSE: the last event of a stream that failed after it had begun."""
+
+    type: Literal["error"] = "error"
+    error: ErrorBody
+
+
+Event: TypeAlias = Annotated[DeltaEvent | FinalEvent | ErrorEvent, Field(discriminator="type")]
+
+
+class Interval(Reply):
+    """Own tokens `start:stop` of `state` as one consumer sees them. `native` is the position at which token `start`
+    was computed, `effective` the one at which the consumer sees it."""
+
+    state: StateId
+    start: int
+    stop: int
+    native: int
+    effective: int
+    propagate: bool = True
+
+    @property
+    def delta(self) -> int:
+        return self.effective - self.native
+
+
+class Explanation(Reply):
+    """A compiled context: disjoint intervals in contract order, and where new tokens begin."""
+
+    intervals: tuple[Interval, ...]
+    start: int
+    context_tokens: int
+
+
+class StateInfo(Reply):
+    """A state on the server. Own tokens are `input_tokens` and then `generated_tokens`; they sit at native positions
+    `start`, `start + 1`, ..."""
+
+    id: StateId
+    status: Literal["running", "sealed"]
+    input_tokens: int
+    generated_tokens: int
+    start: int
+    context_tokens: int
+    refs: tuple[Ref, ...] = ()
+
+
+class StateList(Reply):
+    states: tuple[StateInfo, ...]
+
+
+class Stats(Reply):
+    """Counts of states and of KV tokens. `held_tokens` belong to states; `free + evictable + held + in_use` is the
+    pool's `total_tokens`."""
+
+    states: int
+    running: int
+    waiting: int
+    total_tokens: int
+    free_tokens: int
+    evictable_tokens: int
+    held_tokens: int
+    in_use_tokens: int
+    created: int
+    freed: int
+    failed: int
+    rejected: int
+
+
+class Health(Reply):
+    status: Literal["ok"]
+    version: str
+    sglang_version: str
+    model: str
+    attention_backend: str
