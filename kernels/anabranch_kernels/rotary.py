@@ -1,0 +1,37 @@
+"""Rotary position embedding as far as attention needs it: turning a query by a whole number of positions.
+
+Keys are never turned. Attending to a key shifted by `delta` equals attending with the query turned by `-delta`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rotary:
+    """A model's rotation. inv_freq: [rotary_dim / 2], radians per position, the same at every position.
+
+    interleaved: pairs are (0, 1), (2, 3), ... (GPT-J) instead of (0, d/2), (1, d/2 + 1), ... (NeoX, Llama).
+    Only the first `rotary_dim` entries of a head turn.
+    """
+
+    inv_freq: torch.Tensor
+    interleaved: bool = False
+
+    def turned(self, x: torch.Tensor, positions: int) -> torch.Tensor:
+        """Turn `x` [..., head_dim] forward by `positions`. Angles in fp64, result in fp32."""
+        x = x.float()
+        angle = self.inv_freq.to(device=x.device, dtype=torch.float64) * positions
+        cos, sin = angle.cos().float(), angle.sin().float()
+        dim = 2 * angle.numel()
+        head, rest = x[..., :dim], x[..., dim:]
+        if self.interleaved:
+            a, b = head[..., 0::2], head[..., 1::2]
+            turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        else:
+            a, b = head.chunk(2, dim=-1)
+            turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+        return torch.cat((turned, rest), dim=-1)

@@ -1,0 +1,209 @@
+"""Admission: from a request as SGLang receives it to a compiled context, or a refusal, before anything runs.
+
+A request whose parents are not sealed yet waits here. Requests that carry no spec pass untouched. It decides nothing
+about scheduling: an admitted request queues like any other.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+from anabranch import wire
+from anabranch_server.chat import Turn
+from anabranch_server.compile import check_limits, compile_context
+from anabranch_server.engine.cache import AnabranchCache, Run, find
+from anabranch_server.engine.versions import adapter
+from anabranch_server.errors import Refusal, StateRunning, invalid
+from anabranch_server.store import Running
+
+KEY = "anabranch"
+"""Our key in `custom_params`; its value is a JSON string."""
+
+
+class AdmittedSpec(wire.ContextSpec):
+    """A context spec as it reaches the scheduler; `turn` is set by our own route, after it rendered messages."""
+
+    turn: Turn | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A request that waits until `parent` is sealed or gone."""
+
+    received: Any
+    parent: str
+
+
+def around_handle_generate_request(original: Callable[..., Any], scheduler: Any, received: Any) -> Any:
+    custom = received.sampling_params.custom_params
+    if not isinstance(custom, dict) or KEY not in custom:
+        return original(scheduler, received)
+    cache = find(scheduler.tree_cache)
+    try:
+        if cache is None:
+            raise Refusal("invalid_request", "this server holds no states: start it with `anabranch serve`")
+        _admit(scheduler, cache, received, custom[KEY])
+    except Refusal as refusal:
+        if cache is not None:
+            cache.store.counts["rejected"] += 1
+        _refuse(scheduler, received, refusal)
+        return None
+    except _Later as later:
+        cache.store.waiting[later.state_id] = later.waiting
+        return None
+    return original(scheduler, received)
+
+
+def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> None:
+    """Once a scheduler step: close what SGLang dropped without telling its cache, then wake who waited."""
+    cache = find(scheduler.tree_cache)
+    if cache is None:
+        return
+    if cache.runs:
+        live = set(adapter().live_ids(scheduler))
+        for request_id in [request_id for request_id in cache.runs if request_id not in live]:
+            cache.drop(request_id)
+            adapter().unblock_admission(scheduler)
+    store = cache.store
+    for state_id, waiting in list(store.waiting.items()):
+        if waiting.parent not in store.running and waiting.parent not in store.waiting:
+            del store.waiting[state_id]
+            scheduler.handle_generate_request(waiting.received)
+
+
+def around_abort_request(original: Callable[..., Any], scheduler: Any, aborted: Any) -> Any:
+    """SGLang does not know the requests that wait here."""
+    cache = find(scheduler.tree_cache)
+    for state_id, waiting in list(cache.store.waiting.items()) if cache is not None else ():
+        if aborted.abort_all or waiting.received.rid.startswith(aborted.rid):
+            del cache.store.waiting[state_id]
+            message = AbortReq(rid=waiting.received.rid, abort_message="aborted while it waited for a parent state")
+            scheduler.ipc_channels.send_to_tokenizer.send_output(message, waiting.received)
+    return original(scheduler, aborted)
+
+
+class _Later(Exception):
+    def __init__(self, state_id: str, waiting: Waiting):
+        super().__init__(state_id)
+        self.state_id = state_id
+        self.waiting = waiting
+
+
+def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> None:
+    """Compile the request's context, open it in the store, and put the context's tokens before its own."""
+    began = time.perf_counter()
+    spec = parse_spec(text, received.rid)
+    _check_features(received)
+    store, model = cache.store, cache.model
+    if model.traits.unsupported is not None:
+        raise Refusal("unsupported_model_feature", f"states do not work with {model.traits.unsupported} yet")
+    store.check_new(spec.id)
+    stamp = replace(model.stamp, adapter=received.lora_id)
+    try:
+        parents = store.parents(spec.refs, stamp)
+    except StateRunning as running:
+        raise _Later(spec.id, Waiting(received, running.state_id)) from None
+    plan = compile_context(spec, parents)
+    if plan.shifted and model.can_shift is not None:
+        shifted = next(interval for interval in plan.intervals if interval.delta)
+        raise Refusal(
+            "unsupported_model_feature",
+            f"state {shifted.segment.id} would be read at shifted positions, which {model.can_shift} cannot do",
+            hint='place it with "keep"',
+            param="place",
+        )
+    own = _own_tokens(scheduler, received, len(plan))
+    room = min(model.max_context - len(plan), model.traits.max_positions - plan.start) - len(own)
+    sampling = received.sampling_params
+    if sampling.max_new_tokens is None:
+        sampling.max_new_tokens = max(room, 0)
+    check_limits(plan, len(own) + sampling.max_new_tokens, model.traits.max_positions, model.max_context)
+    _check_pool(scheduler, cache, len(own) + min(sampling.max_new_tokens, CLIP_MAX_NEW_TOKENS))
+    running = Running(
+        id=spec.id,
+        context=plan,
+        input_tokens=len(own),
+        stamp=stamp,
+        refs=spec.refs,
+        turn=spec.turn,
+        keep=spec.keep,
+        computed_only=sampling.max_new_tokens == 0,
+    )
+    store.open(running)
+    cache.runs[received.rid] = Run(running, compile_seconds=time.perf_counter() - began)
+    received.input_ids = array("q", plan.tokens()) + own
+    if received.return_logprob and received.logprob_start_len >= 0:
+        received.logprob_start_len += len(plan)  # clients count from their own input
+
+
+def parse_spec(text: Any, request_id: str) -> AdmittedSpec:
+    """The spec of `custom_params`; its state gets the request's id if it names none. Raises Refusal."""
+    param = f"custom_params.{KEY}"
+    if not isinstance(text, str):
+        raise Refusal("invalid_request", f"{param} is a JSON string, not {type(text).__name__}", param=param)
+    try:
+        spec = AdmittedSpec.model_validate_json(text)
+        return spec if spec.id is not None else AdmittedSpec.model_validate({**spec.model_dump(), "id": request_id})
+    except ValidationError as error:
+        raise invalid(error, prefix=param) from error
+
+
+def _check_features(received: Any) -> None:
+    asked = {
+        "input_embeds": received.input_embeds is not None,
+        "mm_inputs": received.mm_inputs is not None,
+        "session_params": received.session_params is not None,
+        "sampling_seed": received.sampling_params.sampling_seed is not None,
+    }
+    for name, present in asked.items():
+        if present:
+            raise Refusal("unsupported_model_feature", f"a state cannot be made with {name}", param=name)
+
+
+def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
+    own = received.input_ids
+    tokenizer = scheduler.tokenizer
+    if visible and received.input_text and tokenizer is not None:
+        start = len(tokenizer("").input_ids)  # what the tokenizer puts before a text belongs at a root only
+        own = own[start:] if list(own[:start]) == tokenizer("").input_ids else own
+    if not len(own):
+        raise Refusal(
+            "invalid_request",
+            "the input is empty: a state has at least one token of its own",
+            hint="append text, messages or tokens",
+            param="input",
+        )
+    return own
+
+
+def _check_pool(scheduler: Any, cache: AnabranchCache, needed: int) -> None:
+    """Refuse what could only ever run after states are released; SGLang's queue would wait for it for ever."""
+    left = scheduler.max_total_num_tokens - cache.store.held_tokens - scheduler.page_size
+    if needed >= left:
+        raise Refusal(
+            "pool_exhausted",
+            f"{needed} new tokens do not fit: states hold {cache.store.held_tokens} of the pool's "
+            f"{scheduler.max_total_num_tokens} tokens",
+            hint="release states that are no longer needed, or serve with a larger --max-total-tokens",
+        )
+
+
+def _refuse(scheduler: Any, received: Any, refusal: Refusal) -> None:
+    """SGLang knows two kinds of refusal, 400 and 503; the precise one rides along for our own routes."""
+    hint = f" ({refusal.hint})" if refusal.hint else ""
+    reason = {
+        "type": "abort",
+        "message": f"{refusal.code}: {refusal.message}{hint}",
+        "status_code": 503 if refusal.code == "pool_exhausted" else 400,
+        "err_type": "BadRequestError",
+        KEY: refusal.body(received.rid).model_dump_json(),
+    }
+    adapter().send_abort(scheduler, received, reason)

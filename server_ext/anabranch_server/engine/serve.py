@@ -1,0 +1,66 @@
+"""`anabranch serve`: SGLang's own launcher with our cache and attention selected.
+
+It adds flags that the user did not give, and checks; it starts nothing that SGLang would not.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from anabranch_server.engine.versions import UnsupportedSGLang, adapter
+from anabranch_server.plugin import has_accelerator
+
+DEFAULTS = {
+    "--radix-cache-backend": "anabranch",
+    "--attention-backend": "anabranch",
+    "--disable-cuda-graph": None,
+}
+CPU_DEFAULTS = {
+    "--device": "cpu",
+    "--dtype": "float32",
+    "--sampling-backend": "pytorch",
+    "--grammar-backend": "outlines",
+    "--mem-fraction-static": "0.3",
+    "--max-total-tokens": "32768",
+}
+
+
+def command(argv: list[str]) -> int:
+    """Run the server until it is stopped. Returns the exit status."""
+    try:
+        adapter()
+        if os.environ.get("SGLANG_PLUGINS", "anabranch").split(",").count("anabranch") == 0:
+            raise UnsupportedSGLang("SGLANG_PLUGINS does not name 'anabranch', so SGLang would not load it")
+    except UnsupportedSGLang as error:
+        print(f"anabranch serve: {error}", file=sys.stderr)
+        return 2
+
+    from sglang.launch_server import run_server
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    from anabranch_server.engine import hooks, startup
+
+    load_plugins()
+    try:
+        hooks.verify()
+        args = prepare_server_args(with_defaults(argv, cpu=not has_accelerator()))
+        startup.refuse_flags(args)
+    except UnsupportedSGLang as error:
+        print(f"anabranch serve: {error}", file=sys.stderr)
+        return 2
+    try:
+        run_server(args)
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+    return 0
+
+
+def with_defaults(argv: list[str], *, cpu: bool) -> list[str]:
+    """`argv` and each of our flags that it does not already have."""
+    given = {word.partition("=")[0] for word in argv}
+    defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
+    missing = {flag: value for flag, value in defaults.items() if flag not in given}
+    return [*argv, *(word for flag, value in missing.items() for word in (flag, value) if word is not None)]

@@ -1,0 +1,79 @@
+"""Start-up: build the cache backend, or refuse to serve and say why.
+
+SGLang logs what goes wrong in a plugin and carries on. A server without our hooks would answer with wrong positions,
+so nothing is served unless every hook is in place and every flag is one that we support.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglang.srt.mem_cache.registry as registry
+from sglang.srt.utils.common import get_device
+
+from anabranch_server.engine import rows
+from anabranch_server.engine.cache import AnabranchCache, Model
+from anabranch_server.engine.versions import UnsupportedSGLang, adapter
+from anabranch_server.models import ModelStamp, traits
+
+BACKEND = "anabranch"
+
+
+def build_cache(context: Any) -> AnabranchCache:
+    """The factory behind `--radix-cache-backend anabranch`. Raises UnsupportedSGLang."""
+    from anabranch_server.engine import hooks
+
+    adapter()
+    hooks.verify()
+    args, config = context.server_args, context.model_config
+    refuse_flags(args)
+    model_traits = traits(config.hf_text_config.to_dict())
+    ours = args.attention_backend == BACKEND
+    if ours and model_traits.unsupported is not None:
+        raise UnsupportedSGLang(
+            f"the attention backend 'anabranch' does not support {model_traits.unsupported}; "
+            "choose another --attention-backend to serve this model without states"
+        )
+    stamp = ModelStamp(
+        model=args.model_path,
+        weights_version=str(args.weight_version),
+        dtype=str(config.dtype),
+        kv_dtype=args.kv_cache_dtype,
+        rope=model_traits.rope,
+    )
+    can_shift = None if ours else f"the attention backend {args.attention_backend!r}"
+    pool = context.params.token_to_kv_pool_allocator.size
+    model = Model(
+        traits=model_traits,
+        stamp=stamp,
+        can_shift=model_traits.unshiftable or can_shift,
+        max_context=min(config.context_len, pool) - 7,  # what SGLang keeps back: tp_worker.get_worker_info
+    )
+    cache = AnabranchCache(registry.default_radix_cache_factory(context), model)
+    rows.install(cache.rows)
+    return cache
+
+
+def refuse_flags(args: Any) -> None:
+    """Raise UnsupportedSGLang, by name, for server arguments under which states would go wrong."""
+    refused = {
+        "--page-size over 1": (args.page_size or 1) > 1,
+        "--dp-size over 1": args.dp_size > 1,
+        "--pp-size over 1": args.pp_size > 1,
+        "--dcp-size over 1": (getattr(args, "dcp_size", 1) or 1) > 1,
+        "--disable-radix-cache": args.disable_radix_cache,
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--enable-streaming-session": getattr(args, "enable_streaming_session", False),
+        "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--kv-cache-dtype " + str(args.kv_cache_dtype): args.attention_backend == BACKEND
+        and "fp8" in str(args.kv_cache_dtype),
+    }
+    for flag, present in refused.items():
+        if present:
+            raise UnsupportedSGLang(f"{flag} is not supported together with --radix-cache-backend anabranch")
+
+
+def on_cpu() -> bool:
+    return get_device() == "cpu"

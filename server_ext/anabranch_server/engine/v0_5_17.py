@@ -1,0 +1,105 @@
+"""What is peculiar to SGLang 0.5.17: the KV record of a request, the cache contract's results, who is alive.
+
+No decisions here. A second version is a second module with the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
+from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+NAN_REASON = "NaN happened"  # how SGLang reports a token that no model could have sampled
+
+
+def row(req: Req) -> int:
+    """The request's row in `req_to_token`."""
+    return req.req_pool_idx
+
+
+def context_length(req: Req) -> int:
+    """Number of leading entries of the row that belong to others (states)."""
+    return req.cache_protected_len
+
+
+def committed_length(req: Req) -> int:
+    """Number of tokens whose KV is written, or will be by a forward that is already launched."""
+    return req.kv_committed_len
+
+
+def prefilled_length(req: Req) -> int:
+    """Number of tokens that the current prefill chunk reaches."""
+    return req.extend_range.end
+
+
+def match_result(slots: torch.Tensor, node: Any) -> MatchResult:
+    """`slots` [n] int64: the KV that the request finds in place, none of it its own."""
+    return MatchResult(
+        device_indices=slots,
+        last_device_node=node,
+        last_host_node=node,
+        best_match_node=node,
+        cache_protected_len=len(slots),
+    )
+
+
+def is_aborted(req: Req) -> bool:
+    """Whether the request ended, or is about to end, without a usable result."""
+    reason = req.finished_reason
+    nan = isinstance(reason, FINISH_MATCHED_STR) and reason.matched == NAN_REASON
+    return isinstance(reason, FINISH_ABORT) or isinstance(req.to_finish, FINISH_ABORT) or nan
+
+
+def is_stub(req: Req, context: int) -> bool:
+    """Whether SGLang replaced the prompt by one token, because it refused the request after we admitted it."""
+    return req.to_finish is not None and len(req.full_untruncated_fill_ids) <= context
+
+
+def matched_token(req: Req) -> int | None:
+    """The stop token that ended the request; None if something else ended it."""
+    reason = req.finished_reason
+    if not isinstance(reason, FINISH_MATCHED_TOKEN):
+        return None
+    stop_ids: set[int] = set(req.sampling_params.stop_token_ids or ())
+    stop_ids |= set(req.eos_token_ids or ())
+    if req.tokenizer is not None:
+        stop_ids |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return reason.matched if reason.matched in stop_ids else None
+
+
+def matched_text(req: Req) -> str | None:
+    """The stop string that ended the request; None if something else ended it."""
+    reason = req.finished_reason
+    return reason.matched if isinstance(reason, FINISH_MATCHED_STR) else None
+
+
+def queue_seconds(req: Req) -> float:
+    """Seconds between entering the waiting queue and the first forward."""
+    stats = req.time_stats
+    return max(0.0, stats.forward_entry_time - stats.wait_queue_entry_time)
+
+
+def live_ids(scheduler: Any) -> Iterator[str]:
+    """Ids of all requests that SGLang still knows. A request that is in none of these places is gone."""
+    batches = [scheduler.running_batch, scheduler.last_batch, scheduler.cur_batch_for_debug]
+    batches += [batch for batch, _ in getattr(scheduler, "result_queue", ())]
+    for batch in batches:
+        yield from (req.rid for req in batch.reqs) if batch is not None else ()
+    yield from (req.rid for req in scheduler.waiting_queue)
+    yield from (req.rid for req in scheduler.grammar_manager.grammar_queue)
+    if scheduler.chunked_req is not None:
+        yield scheduler.chunked_req.rid
+
+
+def send_abort(scheduler: Any, received: Any, reason: dict[str, Any]) -> None:
+    """Tell the client that a request, which never reached the queue, ended with `reason`."""
+    scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=received.rid, finished_reason=reason), received)
+
+
+def unblock_admission(scheduler: Any) -> None:
+    """Let the scheduler try its queue again after we freed memory; else only a finishing request would do it."""
+    scheduler.running_batch.batch_is_full = False

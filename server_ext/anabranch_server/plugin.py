@@ -1,0 +1,26 @@
+"""The two entry points by which SGLang finds us.
+
+Nothing is done here: SGLang calls these in every process that it starts, before its own imports, so they stay light.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+
+def activate() -> None:
+    """`sglang.srt.plugins`: install every hook. Without them the cache backend refuses to serve."""
+    import_module("anabranch_server.engine.hooks").install()
+
+
+def activate_platform() -> str | None:
+    """`sglang.srt.platforms`: the CPU platform, only where there is no GPU."""
+    return "anabranch_server.engine.cpu.CpuPlatform" if not has_accelerator() else None
+
+
+def has_accelerator() -> bool:
+    """Whether a GPU driver is present; asked without importing torch."""
+    devices = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0")
+    return any(Path(device).exists() for device in devices) or find_spec("torch_npu") is not None
