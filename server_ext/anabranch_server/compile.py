@@ -25,8 +25,6 @@ class Parent(Protocol):
     def input_tokens(self) -> int: ...
     @property
     def context(self) -> ContextPlan: ...
-    @property
-    def computed_only(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +86,6 @@ def select(parent: Parent, ref: wire.Ref, param: str) -> list[Interval]:
         _check_inside(stop, own, f"{param}.upto")
         chosen = [*parent.context.handed_on, Interval(own, 0, stop)]
     else:
-        if ref.span is None and parent.computed_only:
-            raise Refusal(
-                "invalid_request",
-                f"state {own.id} generated nothing, so an artifact of it needs a span",
-                hint=f"give a span within its {len(own)} own tokens, for example [0, {len(own)}]",
-                param=f"{param}.span",
-            )
         start, stop = ref.span or (parent.input_tokens, len(own))
         _check_inside(stop, own, f"{param}.span")
         chosen = [Interval(own, start, stop)]

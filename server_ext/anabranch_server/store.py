@@ -30,7 +30,6 @@ class State:
     stamp: ModelStamp
     refs: tuple[wire.Ref, ...] = ()
     turn: str | None = None
-    computed_only: bool = False
 
     @property
     def id(self) -> str:
@@ -59,7 +58,6 @@ class Running:
     refs: tuple[wire.Ref, ...] = ()
     turn: str | None = None
     keep: bool = True
-    computed_only: bool = False
 
     def info(self) -> wire.StateInfo:
         return wire.StateInfo(
@@ -160,7 +158,6 @@ class StateStore:
             stamp=running.stamp,
             refs=running.refs,
             turn=running.turn,
-            computed_only=running.computed_only,
         )
         self.states[state_id] = state
         self.held_tokens += len(segment)

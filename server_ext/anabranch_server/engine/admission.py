@@ -135,7 +135,6 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
         refs=spec.refs,
         turn=spec.turn,
         keep=spec.keep,
-        computed_only=sampling.max_new_tokens == 0,
     )
     store.open(running)
     cache.runs[received.rid] = Run(running, compile_seconds=time.perf_counter() - began)

@@ -95,6 +95,14 @@ async def _input(manager: Any, asked: wire.GenerateRequest) -> tuple[list[int], 
             hint="append text, messages or tokens",
             param="input",
         )
+    new, limit = len(tokens) + asked.sampling.max_tokens, manager.context_len
+    if new >= limit:  # said here in our words; the whole context is checked where it is known
+        raise Refusal(
+            "context_too_long",
+            f"{len(tokens)} input and {asked.sampling.max_tokens} new tokens exceed the context of {limit} tokens",
+            hint="ask for fewer tokens, or serve with a larger --context-length",
+            param="sampling.max_tokens",
+        )
     return tokens, turn
 
 

@@ -129,8 +129,7 @@ def verify() -> None:
 def _wraps(hook: Hook) -> bool:
     """Whether the target, as it is now, is a chain of SGLang's wrappers that has our function in it."""
     try:
-        function = pkgutil.resolve_name(hook.target.rpartition(".")[0])
-        function = getattr(function, hook.target.rpartition(".")[2])
+        function = getattr(*resolve(hook.target))
     except (ImportError, AttributeError):
         return False
     function = getattr(function, "__func__", function)
@@ -140,3 +139,9 @@ def _wraps(hook: Hook) -> bool:
             return True
         function = getattr(function, "__wrapped__", None)
     return False
+
+
+def resolve(target: str) -> tuple[Any, str]:
+    """The module or class that has the target, and the target's name in it."""
+    owner, _, name = target.rpartition(".")
+    return pkgutil.resolve_name(owner), name

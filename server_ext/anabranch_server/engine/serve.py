@@ -23,6 +23,7 @@ CPU_DEFAULTS = {
     "--grammar-backend": "outlines",
     "--mem-fraction-static": "0.3",
     "--max-total-tokens": "32768",
+    "--sleep-on-idle": None,
 }
 
 
