@@ -124,7 +124,7 @@ class ContextSpec(Wire):
 
 
 class TextPiece(Wire):
-    """Plain text, tokenised on its own, without special tokens."""
+    """Plain text, tokenised on its own; only at the very start of a root with the tokenizer's special tokens."""
 
     text: str
 
@@ -170,7 +170,7 @@ class Sampling(Wire):
 class GenerateRequest(ContextSpec):
     """`POST /anabranch/v1/generate`. `sampling.max_tokens = 0` computes the state and generates nothing."""
 
-    id: StateId
+    id: StateId  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     input: tuple[Piece, ...] = Field(default=(), max_length=MAX_PIECES)
     sampling: Sampling = Sampling()
     stream: bool = Field(default=False, strict=True)

@@ -1,0 +1,76 @@
+"""Retries, as a transport around a transport: which failures are tried again, and after how long.
+
+It sends nothing itself and never repeats a generate that the server may have begun: its id would be a duplicate.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import anyio
+
+from anabranch.config import FIRST_BACKOFF, LAST_BACKOFF, LONGEST_RETRY_AFTER, MAX_RETRIES
+from anabranch.errors import AnabranchError, APIConnectionError, APIStatusError, APITimeoutError
+from anabranch.transport import Body, EventStream, Transport
+
+T = TypeVar("T")
+
+RETRIED_STATUS = frozenset({429, 502, 503, 504})
+
+
+class Retrying:
+    """Tries again after a failed connect, a lost connection of a request without effect, and status 429, 502, 503, 504.
+
+    It waits as long as Retry-After says (more than a minute: the error is raised at once), else 0.5 s, doubled each
+    time up to 8 s, minus up to a quarter at random. A stream is retried only until the server begins to answer.
+    """
+
+    def __init__(
+        self,
+        inner: Transport,
+        *,
+        max_retries: int = MAX_RETRIES,
+        sleep: Callable[[float], Awaitable[None]] = anyio.sleep,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._inner = inner
+        self._max_retries = max_retries
+        self._sleep = sleep
+        self._chance = chance
+
+    async def request(self, method: str, path: str, body: Body | None = None, *, timeout: float | None = None) -> Any:
+        return await self._run(
+            lambda: self._inner.request(method, path, body, timeout=timeout), repeatable=method != "POST"
+        )
+
+    async def stream(self, path: str, body: Body, *, timeout: float | None = None) -> EventStream:
+        return await self._run(lambda: self._inner.stream(path, body, timeout=timeout), repeatable=False)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    async def _run(self, attempt: Callable[[], Awaitable[T]], *, repeatable: bool) -> T:
+        failures = 0
+        while True:
+            try:
+                return await attempt()
+            except AnabranchError as error:
+                pause = self._pause(error, failures, repeatable)
+                if failures >= self._max_retries or pause is None:
+                    raise
+            failures += 1
+            await self._sleep(pause)
+
+    def _pause(self, error: AnabranchError, failures: int, repeatable: bool) -> float | None:
+        """Seconds to wait before the next attempt; None: this error is final."""
+        backoff = min(FIRST_BACKOFF * 2 ** min(failures, 16), LAST_BACKOFF) * (1 - 0.25 * self._chance())
+        if isinstance(error, APIStatusError) and error.status in RETRIED_STATUS:
+            if error.retry_after is None:
+                return backoff
+            return error.retry_after if error.retry_after <= LONGEST_RETRY_AFTER else None
+        if isinstance(error, APIConnectionError):
+            lost = repeatable and not isinstance(error, APITimeoutError)
+            return backoff if lost or not error.sent else None
+        return None
