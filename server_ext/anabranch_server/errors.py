@@ -28,6 +28,11 @@ class Refusal(Exception):
         return ErrorBody(code=self.code, message=self.message, hint=self.hint, param=self.param, request_id=request_id)
 
 
+def no_states() -> Refusal:
+    """The refusal of a server that runs without our cache backend."""
+    return Refusal("invalid_request", "this server holds no states", hint="start it with `anabranch serve`")
+
+
 class StateRunning(Exception):
     """A referenced state is accepted but not sealed yet: the request waits for it. Never leaves the server."""
 

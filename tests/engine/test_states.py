@@ -21,7 +21,7 @@ from tests.serving import Served
 pytestmark = pytest.mark.engine
 
 STORY = "The story begins in a small village by the sea, where"
-EVENT: TypeAdapter[wire.Event] = TypeAdapter(wire.Event)
+EVENT: TypeAdapter[Any] = TypeAdapter(wire.Event)  # pyright: ignore[reportArgumentType]
 COUNT = "One, two, three, four, five,"
 
 
@@ -32,6 +32,7 @@ def test_continuing_by_inherit_equals_one_unsplit_request(served: Served):
     root = ok(served, text=first)
     child = ok(served, [inherit(root.id)], second, 8, sampling=lp)
     assert child.tokens == whole.tokens
+    assert whole.logprobs and child.logprobs
     assert [t.logprob for t in child.logprobs] == pytest.approx([t.logprob for t in whole.logprobs], abs=2e-4)
     assert child.usage.model_dump() == {
         "context_tokens": root.usage.computed_tokens,

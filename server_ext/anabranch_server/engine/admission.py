@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
@@ -21,7 +22,7 @@ from anabranch_server.chat import Turn
 from anabranch_server.compile import check_limits, compile_context
 from anabranch_server.engine.cache import AnabranchCache, Run, find
 from anabranch_server.engine.versions import adapter
-from anabranch_server.errors import Refusal, StateRunning, invalid
+from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
 from anabranch_server.store import Running
 
 KEY = "anabranch"
@@ -47,13 +48,13 @@ def around_handle_generate_request(original: Callable[..., Any], scheduler: Any,
     if not isinstance(custom, dict) or KEY not in custom:
         return original(scheduler, received)
     cache = find(scheduler.tree_cache)
+    if cache is None:
+        _refuse(scheduler, received, no_states())
+        return None
     try:
-        if cache is None:
-            raise Refusal("invalid_request", "this server holds no states: start it with `anabranch serve`")
         _admit(scheduler, cache, received, custom[KEY])
     except Refusal as refusal:
-        if cache is not None:
-            cache.store.counts["rejected"] += 1
+        cache.store.counts["rejected"] += 1
         _refuse(scheduler, received, refusal)
         return None
     except _Later as later:
@@ -82,9 +83,10 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
 def around_abort_request(original: Callable[..., Any], scheduler: Any, aborted: Any) -> Any:
     """SGLang does not know the requests that wait here."""
     cache = find(scheduler.tree_cache)
-    for state_id, waiting in list(cache.store.waiting.items()) if cache is not None else ():
+    all_waiting = cache.store.waiting if cache is not None else {}
+    for state_id, waiting in list(all_waiting.items()):
         if aborted.abort_all or waiting.received.rid.startswith(aborted.rid):
-            del cache.store.waiting[state_id]
+            del all_waiting[state_id]
             message = AbortReq(rid=waiting.received.rid, abort_message="aborted while it waited for a parent state")
             scheduler.ipc_channels.send_to_tokenizer.send_output(message, waiting.received)
     return original(scheduler, aborted)
@@ -101,6 +103,7 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
     """Compile the request's context, open it in the store, and put the context's tokens before its own."""
     began = time.perf_counter()
     spec = parse_spec(text, received.rid)
+    assert spec.id is not None
     _check_features(received)
     store, model = cache.store, cache.model
     if model.traits.unsupported is not None:
@@ -149,8 +152,12 @@ def parse_spec(text: Any, request_id: str) -> AdmittedSpec:
     if not isinstance(text, str):
         raise Refusal("invalid_request", f"{param} is a JSON string, not {type(text).__name__}", param=param)
     try:
-        spec = AdmittedSpec.model_validate_json(text)
-        return spec if spec.id is not None else AdmittedSpec.model_validate({**spec.model_dump(), "id": request_id})
+        given = from_json(text)
+    except ValueError as error:
+        raise Refusal("invalid_request", f"{param} is not JSON: {error}", param=param) from error
+    try:
+        named = {**given, "id": given.get("id") or request_id} if isinstance(given, dict) else given
+        return AdmittedSpec.model_validate(named)
     except ValidationError as error:
         raise invalid(error, prefix=param) from error
 

@@ -74,6 +74,11 @@ class AnabranchCache(BasePrefixCache):
         table = inner.req_to_token_pool.req_to_token
         self.rows = RowTable(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device))
 
+        self.req_to_token_pool = inner.req_to_token_pool
+        self.token_to_kv_pool_allocator = inner.token_to_kv_pool_allocator
+        self.page_size = inner.page_size
+        self.disable = inner.disable
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 

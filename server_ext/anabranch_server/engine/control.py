@@ -17,7 +17,7 @@ from anabranch import wire
 from anabranch_server.compile import ContextPlan, compile_context
 from anabranch_server.engine.cache import AnabranchCache, find
 from anabranch_server.engine.versions import adapter
-from anabranch_server.errors import Refusal, StateRunning
+from anabranch_server.errors import Refusal, StateRunning, no_states
 
 logger = logging.getLogger(__name__)
 NAME = "anabranch_control"
@@ -52,7 +52,7 @@ def serve(scheduler: Any) -> None:
         try:
             cache = find(scheduler.tree_cache)
             if cache is None:
-                raise Refusal("invalid_request", "this server holds no states: start it with `anabranch serve`")
+                raise no_states()
             return ControlReply(ok=True, body=OPERATIONS[request.op](scheduler, cache, **json.loads(request.body)))
         except Refusal as refusal:
             return ControlReply(ok=False, body=refusal.body().model_dump_json())

@@ -23,8 +23,9 @@ def after_prepare_for_extend(result: Any, batch: Any) -> None:
     rows, offsets, parts = [], [], []
     for req in batch.reqs:
         run = cache.run_of(req)
-        placed = run is not None and not adapter().is_stub(req, len(run.running.context))
-        plan = run.running.context if placed else ContextPlan()
+        plan = run.running.context if run is not None else ContextPlan()
+        if adapter().is_stub(req, len(plan)):
+            plan = ContextPlan()
         rows.append(adapter().row(req))
         offsets.append(plan.start - len(plan))
         parts.append(shifted_parts(plan))

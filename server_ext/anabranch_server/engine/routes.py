@@ -43,10 +43,8 @@ def router(tokenizer_manager: Any) -> APIRouter:
         first = await anext(events)  # what is wrong with a request shows before its first event
         if asked.stream:
             return StreamingResponse(_stream(first, events, asked.id), media_type="text/event-stream")
-        last = first
-        async for event in events:
-            last = event
-        return reply(last.response)
+        assert isinstance(first, wire.FinalEvent), "without a stream there is one event"
+        return reply(first.response)
 
     @routes.post("/explain", response_model=None)
     @answers

@@ -18,6 +18,7 @@ NAN_REASON = "NaN happened"  # how SGLang reports a token that no model could ha
 
 def row(req: Req) -> int:
     """The request's row in `req_to_token`."""
+    assert req.req_pool_idx is not None, "a request has a row from its first prefill on"
     return req.req_pool_idx
 
 
@@ -33,6 +34,7 @@ def committed_length(req: Req) -> int:
 
 def prefilled_length(req: Req) -> int:
     """Number of tokens that the current prefill chunk reaches."""
+    assert req.extend_range is not None, "only a request in prefill is asked"
     return req.extend_range.end
 
 
@@ -59,7 +61,7 @@ def is_stub(req: Req, context: int) -> bool:
     return req.to_finish is not None and len(req.full_untruncated_fill_ids) <= context
 
 
-def matched_token(req: Req) -> int | None:
+def matched_token(req: Any) -> int | None:
     """The stop token that ended the request; None if something else ended it."""
     reason = req.finished_reason
     if not isinstance(reason, FINISH_MATCHED_TOKEN):
