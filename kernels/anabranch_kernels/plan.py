@@ -20,7 +20,7 @@ class Part(NamedTuple):
     delta: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class RequestPlan:
     """What one request reads.
 
@@ -34,7 +34,7 @@ class RequestPlan:
     shifts: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BatchPlan:
     """One step: requests in the order of their query tokens."""
 

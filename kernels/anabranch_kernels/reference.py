@@ -31,11 +31,8 @@ def segmented_attention(
     exponentiated scores; a token that sees nothing has out 0 and lse -inf.
     Raises ValueError if shapes, or plan and rotary, do not fit.
     """
+    _check_shapes(q, k_cache, v_cache, plan, rotary)
     tokens, q_heads, _ = q.shape
-    if tokens != plan.n_queries:
-        raise ValueError(f"{tokens} query tokens, but the plan has {plan.n_queries}")
-    if q_heads % k_cache.shape[1]:
-        raise ValueError(f"{q_heads} query heads do not divide into {k_cache.shape[1]} KV heads")
     out = q.new_zeros(tokens, q_heads, v_cache.shape[-1])
     lse = torch.full((tokens, q_heads), float("-inf"), device=q.device)
     at = 0
@@ -75,6 +72,24 @@ def _scores(
 def _hide_future(scores: torch.Tensor, rows: slice, request: RequestPlan) -> None:
     """Causality among the new tokens: query `j` does not see new tokens after `j`."""
     n_kv, n_new = scores.shape[-1], request.n_new
-    new = torch.arange(n_new, device=scores.device)
-    query = torch.arange(rows.start, rows.stop, device=scores.device)
-    scores[..., n_kv - n_new :].masked_fill_(new[None, :] > query[:, None], float("-inf"))
+    first_new = max(n_kv - n_new, 0)
+    column = torch.arange(first_new, n_kv, device=scores.device)
+    last_seen = torch.arange(rows.start, rows.stop, device=scores.device) + (n_kv - n_new)
+    scores[..., first_new:].masked_fill_(column[None, :] > last_seen[:, None], float("-inf"))
+
+
+def _check_shapes(
+    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: BatchPlan, rotary: Rotary | None
+) -> None:
+    tokens, q_heads, width = q.shape
+    slots, kv_heads, k_width = k_cache.shape
+    faults = {
+        f"{tokens} query tokens, but the plan has {plan.n_queries}": tokens != plan.n_queries,
+        f"{q_heads} query heads do not divide into {kv_heads} KV heads": q_heads % kv_heads != 0,
+        f"queries of width {width}, keys of width {k_width}": width != k_width,
+        f"keys are [{slots}, {kv_heads}], values {list(v_cache.shape[:2])}": v_cache.shape[:2] != k_cache.shape[:2],
+        f"the rotation is wider than a head of {width}": rotary is not None and 2 * rotary.inv_freq.numel() > width,
+    }
+    for fault, present in faults.items():
+        if present:
+            raise ValueError(fault)

@@ -5,9 +5,9 @@ It does no I/O and holds no defaults of the client or the server beyond those wr
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias, cast
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag, model_validator
 
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_REFS = 1024
@@ -101,6 +101,10 @@ class Explicit(Wire):
 
 
 Policy: TypeAlias = Literal["keep", "concat"]
+Place: TypeAlias = Annotated[
+    Annotated[Policy, Tag("#policy")] | Annotated[Explicit, Tag("#explicit")],
+    Discriminator(lambda value: "#explicit" if isinstance(value, dict | Explicit) else "#policy"),
+]
 
 
 class ContextSpec(Wire):
@@ -108,7 +112,7 @@ class ContextSpec(Wire):
 
     id: StateId | None = None
     refs: tuple[Ref, ...] = Field(default=(), max_length=MAX_REFS)
-    place: Policy | Explicit | None = None
+    place: Place | None = None
     rules: Literal["strict"] | None = None
     keep: bool = Field(default=True, strict=True)
 
@@ -142,20 +146,36 @@ class TokensPiece(Wire):
     tokens: tuple[TokenId, ...]
 
 
-Piece: TypeAlias = TextPiece | MessagePiece | TokensPiece
+def _kind_of_piece(value: object) -> str | None:
+    """The kind that is meant, by the fields that are there; so a fault is reported for that kind only."""
+    fields = cast("dict[str, object]", value) if isinstance(value, dict) else getattr(value, "model_fields_set", ())
+    kinds = {"text": "#text", "tokens": "#tokens", "role": "#message", "content": "#message"}
+    return next((kind for field, kind in kinds.items() if field in fields), None)
+
+
+Piece: TypeAlias = Annotated[
+    Annotated[TextPiece, Tag("#text")]
+    | Annotated[TokensPiece, Tag("#tokens")]
+    | Annotated[MessagePiece, Tag("#message")],
+    Discriminator(
+        _kind_of_piece,
+        custom_error_type="piece",
+        custom_error_message="A piece of input has text, or tokens, or role and content",
+    ),
+]
 
 
 class Sampling(Wire):
-    """Sampling arguments; OpenAI's names, SGLang's where OpenAI has none."""
+    """Sampling arguments; OpenAI's names, SGLang's where OpenAI has none. A number is a number: "0.5" is refused."""
 
     max_tokens: Annotated[int, Field(strict=True, ge=0, le=_INT31)] = 128
-    temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
-    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    temperature: Annotated[float, Field(strict=True, ge=0, le=100)] = 1.0
+    top_p: Annotated[float, Field(strict=True, gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(strict=True, ge=-1, le=_INT31)] = -1
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    min_p: Annotated[float, Field(strict=True, ge=0, le=1)] = 0.0
+    frequency_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(strict=True, ge=-2, le=2)] = 0.0
+    repetition_penalty: Annotated[float, Field(strict=True, gt=0, le=2)] = 1.0
     min_tokens: Annotated[int, Field(strict=True, ge=0, le=_INT31)] = 0
     stop: Annotated[tuple[Annotated[str, StringConstraints(min_length=1)], ...], Field(max_length=64)] = ()
     stop_token_ids: Annotated[tuple[TokenId, ...], Field(max_length=64)] = ()
@@ -304,10 +324,10 @@ class Explanation(Reply):
 
 class StateInfo(Reply):
     """A state on the server. Own tokens are `input_tokens` and then `generated_tokens`; they sit at native positions
-    `start`, `start + 1`, ..."""
+    `start`, `start + 1`, ... One that waits for a parent has no counts yet."""
 
     id: StateId
-    status: Literal["running", "sealed"]
+    status: Literal["waiting", "running", "sealed"]
     input_tokens: int
     generated_tokens: int
     start: int

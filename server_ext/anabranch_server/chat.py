@@ -8,7 +8,7 @@ conversation in that condition. It neither tokenises nor knows states; the token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NoReturn, Protocol
 
 from anabranch import wire
 from anabranch_server.errors import Refusal
@@ -60,25 +60,34 @@ def render(
 
 
 def _continued(tokenizer: ChatTokenizer, message: dict[str, str], turn: Turn | None) -> str:
-    """What the template adds for one more message; it first closes the assistant's turn if that is open."""
-    if message["role"] == "assistant" and turn != "open":
+    """What the template adds for one more message; it first closes the assistant's turn if that is open.
+
+    What the template does to the answers before (some drop their thoughts) does not matter: they are KV already.
+    """
+    if turn == "due" or (message["role"] == "assistant" and turn != "open"):
         return _added(_template(tokenizer, [_USER]), _template(tokenizer, [_USER, message]))
-    history = [_USER, _ANSWER]
-    whole = _template(tokenizer, [*history, message])
+    after_answer = _after_mark(_template(tokenizer, [_USER, _ANSWER, message]))
     if turn == "open":
-        return whole.split(_MARK, 1)[1]
-    return _added(_template(tokenizer, history), whole)
+        return after_answer
+    return _added(_after_mark(_template(tokenizer, [_USER, _ANSWER])), after_answer)
+
+
+def _after_mark(text: str) -> str:
+    _, mark, after = text.partition(_MARK)
+    return after if mark else _rewrites()
 
 
 def _added(before: str, after: str) -> str:
-    if not after.startswith(before):
-        raise Refusal(
-            "unsupported_model_feature",
-            "the model's chat template rewrites earlier messages when one is added",
-            hint="append text or tokens instead of messages",
-            param="input",
-        )
-    return after[len(before) :]
+    return after[len(before) :] if after.startswith(before) else _rewrites()
+
+
+def _rewrites() -> NoReturn:
+    raise Refusal(
+        "unsupported_model_feature",
+        "the model's chat template rewrites earlier messages when one is added",
+        hint="append text or tokens instead of messages",
+        param="input",
+    )
 
 
 def _template(tokenizer: ChatTokenizer, messages: list[dict[str, str]], *, generation_prompt: bool = False) -> str:

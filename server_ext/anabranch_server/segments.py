@@ -87,6 +87,8 @@ class Cover:
 
     def split(self, interval: Interval) -> Iterator[tuple[Interval, bool]]:
         """Cut an interval, in order, into its largest parts that are inside (True) or outside (False) the set."""
+        if not len(interval):
+            return
         at = interval.start
         for start, stop in self._runs.get(interval.segment.id, ()):
             if stop <= at or start >= interval.stop:

@@ -72,14 +72,35 @@ class Running:
 
 
 @dataclass(slots=True)
+class Waiting:
+    """An accepted request whose parent is not sealed yet; nothing is retained for it. `request` is the engine's."""
+
+    id: str
+    parent: str
+    request: Any
+    refs: tuple[wire.Ref, ...] = ()
+    keep: bool = True
+
+    def info(self) -> wire.StateInfo:
+        return wire.StateInfo(
+            id=self.id,
+            status="waiting",
+            input_tokens=0,
+            generated_tokens=0,
+            start=0,
+            context_tokens=0,
+            refs=self.refs,
+        )
+
+
+@dataclass(slots=True)
 class StateStore:
     """All states of one server rank. `free` gives the KV behind a segment's `slots` back to the pool."""
 
     free: Callable[[Any], None]
     states: dict[str, State] = field(default_factory=dict)
     running: dict[str, Running] = field(default_factory=dict)
-    waiting: dict[str, Any] = field(default_factory=dict)
-    """Accepted requests whose parents are not sealed yet; the value is the engine's."""
+    waiting: dict[str, Waiting] = field(default_factory=dict)
     released: OrderedDict[str, None] = field(default_factory=OrderedDict)
     held_tokens: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -124,8 +145,16 @@ class StateStore:
         )
 
     def info(self, state_id: str) -> wire.StateInfo:
-        running = self.running.get(state_id)
-        return running.info() if running is not None else self.state(state_id).info()
+        known = self.running.get(state_id) or self.waiting.get(state_id) or self.state(state_id)
+        return known.info()
+
+    def ready(self) -> list[Waiting]:
+        """Those whose parent is sealed or gone by now; they no longer wait."""
+        blocked = self.running.keys() | self.waiting.keys()
+        ready = [waiting for waiting in self.waiting.values() if waiting.parent not in blocked]
+        for waiting in ready:
+            del self.waiting[waiting.id]
+        return ready
 
     # ------------------------------------------------------------ the life of a state
 
@@ -147,9 +176,10 @@ class StateStore:
 
     def seal(self, state_id: str, tokens: Sequence[int], slots: Any) -> State:
         """A request ended well: its tokens become a state. `tokens` and `slots` are its own, input and output."""
-        running = self.running.pop(state_id)
+        running = self.running[state_id]
         assert running.keep, "only a state that is kept is sealed"
         assert len(tokens) >= running.input_tokens, "the input is part of the state"
+        del self.running[state_id]
         segment = Segment(state_id, running.context.start, tokens, slots)
         state = State(
             segment=segment,
@@ -176,9 +206,11 @@ class StateStore:
         self._let_go(running.context.segments)
 
     def release(self, state_id: str) -> None:
-        """Give a state up. What its descendants or running requests still see stays. Raises Refusal."""
-        if state_id in self.running:
-            self.running[state_id].keep = False
+        """Give a state up; one that is not finished will not be kept. What its descendants or running requests still
+        see stays. Raises Refusal."""
+        unfinished = self.running.get(state_id) or self.waiting.get(state_id)
+        if unfinished is not None:
+            unfinished.keep = False
             return
         state = self.state(state_id)
         del self.states[state_id]

@@ -18,7 +18,7 @@ from anabranch_server import store as module
 from anabranch_server.compile import ContextPlan, compile_context
 from anabranch_server.errors import Refusal, StateRunning
 from anabranch_server.models import ModelStamp
-from anabranch_server.store import Running, StateStore
+from anabranch_server.store import Running, StateStore, Waiting
 
 Tokens = set[tuple[str, int]]
 
@@ -303,7 +303,7 @@ def test_an_id_is_used_once(pool: Pool):
     pool.open("b", inherit("a"))
     pool.make("c")
     pool.release("c")
-    pool.store.waiting[ID["d"]] = object()
+    pool.store.waiting[ID["d"]] = Waiting(ID["d"], ID["a"], None)
     for letter in "abcd":
         with pytest.raises(Refusal) as refusal:
             pool.open(letter, inherit("a"))
@@ -315,7 +315,7 @@ def test_an_id_is_used_once(pool: Pool):
 def test_a_running_or_waiting_parent_is_waited_for(pool: Pool):
     pool.make("a")
     pool.open("b")
-    pool.store.waiting[ID["c"]] = object()
+    pool.store.waiting[ID["c"]] = Waiting(ID["c"], ID["a"], None)
     for letter in "bc":
         with pytest.raises(StateRunning) as running:
             pool.store.parents([inherit("a"), inherit(letter)], STAMP)
@@ -348,13 +348,21 @@ def test_a_state_computed_under_anything_else_is_refused_by_the_names_of_the_fie
         assert ID["a"] in refusal.value.message
 
 
-def test_releasing_a_waiting_state_does_not_say_that_there_is_none(pool: Pool):
-    """It was accepted and will run: a client that gives it up must not be told that it never was, and keep it."""
-    pool.store.waiting[ID["a"]] = object()
-    try:
-        pool.store.release(ID["a"])
-    except Refusal as refusal:
-        assert refusal.code != "state_not_found"
+def test_a_state_released_while_it_waits_will_not_be_kept(pool: Pool):
+    pool.store.waiting[ID["a"]] = Waiting(ID["a"], ID["b"], None)
+    assert pool.store.info(ID["a"]).status == "waiting"
+    pool.store.release(ID["a"])
+    assert not pool.store.waiting[ID["a"]].keep
+
+
+def test_who_waits_is_ready_once_the_parent_is_sealed_or_gone(pool: Pool):
+    pool.store.waiting = {
+        ID["b"]: Waiting(ID["b"], ID["a"], "child"),
+        ID["c"]: Waiting(ID["c"], ID["b"], "grandchild"),
+    }
+    assert [waiting.request for waiting in pool.store.ready()] == ["child"], "nobody runs as a, but b still waits"
+    assert [waiting.request for waiting in pool.store.ready()] == ["grandchild"]
+    assert pool.store.ready() == []
 
 
 def test_remembered_ids_are_bounded_and_the_oldest_is_forgotten_first(pool: Pool, monkeypatch: pytest.MonkeyPatch):

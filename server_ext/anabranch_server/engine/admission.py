@@ -6,10 +6,11 @@ about scheduling: an admitted request queues like any other.
 
 from __future__ import annotations
 
+import json
 import time
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -23,7 +24,7 @@ from anabranch_server.compile import check_limits, compile_context
 from anabranch_server.engine.cache import AnabranchCache, Run, find
 from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
-from anabranch_server.store import Running
+from anabranch_server.store import Running, Waiting
 
 KEY = "anabranch"
 """Our key in `custom_params`; its value is a JSON string."""
@@ -33,14 +34,6 @@ class AdmittedSpec(wire.ContextSpec):
     """A context spec as it reaches the scheduler; `turn` is set by our own route, after it rendered messages."""
 
     turn: Turn | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A request that waits until `parent` is sealed or gone."""
-
-    received: Any
-    parent: str
 
 
 def around_handle_generate_request(original: Callable[..., Any], scheduler: Any, received: Any) -> Any:
@@ -57,8 +50,7 @@ def around_handle_generate_request(original: Callable[..., Any], scheduler: Any,
         cache.store.counts["rejected"] += 1
         _refuse(scheduler, received, refusal)
         return None
-    except _Later as later:
-        cache.store.waiting[later.state_id] = later.waiting
+    except StateRunning:
         return None
     return original(scheduler, received)
 
@@ -73,11 +65,11 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
         for request_id in [request_id for request_id in cache.runs if request_id not in live]:
             cache.drop(request_id)
             adapter().unblock_admission(scheduler)
-    store = cache.store
-    for state_id, waiting in list(store.waiting.items()):
-        if waiting.parent not in store.running and waiting.parent not in store.waiting:
-            del store.waiting[state_id]
-            scheduler.handle_generate_request(waiting.received)
+    for waiting in cache.store.ready():
+        custom = waiting.request.sampling_params.custom_params
+        if not waiting.keep:  # released while it waited
+            custom[KEY] = json.dumps({**json.loads(custom[KEY]), "keep": False})
+        scheduler.handle_generate_request(waiting.request)
 
 
 def around_abort_request(original: Callable[..., Any], scheduler: Any, aborted: Any) -> Any:
@@ -85,22 +77,19 @@ def around_abort_request(original: Callable[..., Any], scheduler: Any, aborted: 
     cache = find(scheduler.tree_cache)
     all_waiting = cache.store.waiting if cache is not None else {}
     for state_id, waiting in list(all_waiting.items()):
-        if aborted.abort_all or waiting.received.rid.startswith(aborted.rid):
+        request = waiting.request
+        if aborted.abort_all or request.rid.startswith(aborted.rid):
             del all_waiting[state_id]
-            message = AbortReq(rid=waiting.received.rid, abort_message="aborted while it waited for a parent state")
-            scheduler.ipc_channels.send_to_tokenizer.send_output(message, waiting.received)
+            message = AbortReq(rid=request.rid, abort_message="aborted while it waited for a parent state")
+            scheduler.ipc_channels.send_to_tokenizer.send_output(message, request)
     return original(scheduler, aborted)
 
 
-class _Later(Exception):
-    def __init__(self, state_id: str, waiting: Waiting):
-        super().__init__(state_id)
-        self.state_id = state_id
-        self.waiting = waiting
-
-
 def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> None:
-    """Compile the request's context, open it in the store, and put the context's tokens before its own."""
+    """Compile the request's context, open it in the store, and put the context's tokens before its own.
+
+    Raises Refusal; StateRunning if it was put among the waiting.
+    """
     began = time.perf_counter()
     spec = parse_spec(text, received.rid)
     assert spec.id is not None
@@ -113,7 +102,8 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
     try:
         parents = store.parents(spec.refs, stamp)
     except StateRunning as running:
-        raise _Later(spec.id, Waiting(received, running.state_id)) from None
+        store.waiting[spec.id] = Waiting(spec.id, running.state_id, received, spec.refs, spec.keep)
+        raise
     plan = compile_context(spec, parents)
     if plan.shifted and model.can_shift is not None:
         shifted = next(interval for interval in plan.intervals if interval.delta)

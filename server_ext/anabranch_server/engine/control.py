@@ -70,7 +70,8 @@ def _info(scheduler: Any, cache: AnabranchCache, id: str) -> str:
 
 def _list(scheduler: Any, cache: AnabranchCache) -> str:
     store = cache.store
-    states = [item.info() for item in (*store.states.values(), *store.running.values())]
+    known = (*store.states.values(), *store.running.values(), *store.waiting.values())
+    states = [item.info() for item in known]
     return wire.StateList(states=tuple(states)).model_dump_json()
 
 

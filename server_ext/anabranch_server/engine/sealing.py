@@ -6,11 +6,12 @@ finish is hidden for one step. What ended the generation (a stop token, a stop s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from anabranch_server.engine.cache import Run, find
 from anabranch_server.engine.versions import adapter
+from anabranch_server.stopping import tokens_before
 
 _cache: Any = None
 
@@ -51,12 +52,3 @@ def _kept(req: Any, length: int) -> int:
     if stop is None or req.tokenizer is None:
         return length
     return tokens_before(req.tokenizer.decode, req.output_ids[:length], stop)
-
-
-def tokens_before(decode: Callable[[Sequence[int]], str], tokens: Sequence[int], stop: str) -> int:
-    """Number of leading tokens that lie wholly before the first `stop` in their text; all of them if there is none."""
-    at = decode(tokens).find(stop)
-    length = len(tokens)
-    while at >= 0 and length and len(decode(tokens[:length])) > at:
-        length -= 1
-    return length

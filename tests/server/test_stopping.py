@@ -1,40 +1,16 @@
-"""How many generated tokens lie before a stop string; only the pure function, no request and no server.
-
-The function is loaded without the imports of its module: they would load SGLang, which takes longer than all tests
-here together.
-"""
+"""How many generated tokens lie before a stop string; no request and no server."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from types import ModuleType
-from unittest.mock import MagicMock, patch
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import anabranch_server
+from anabranch_server.stopping import tokens_before
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
-
-
-def load_alone() -> ModuleType:
-    engine = "anabranch_server.engine"
-    path = Path(anabranch_server.__file__).parent / "engine" / "sealing.py"
-    spec = spec_from_file_location("sealing_alone", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    with patch.dict(sys.modules, {name: MagicMock() for name in (engine, f"{engine}.cache", f"{engine}.versions")}):
-        spec.loader.exec_module(module)
-    return module
-
-
-tokens_before: Callable[..., int] = load_alone().tokens_before
 
 
 def cut(tokens: Sequence[str | bytes], stop: str) -> int:
