@@ -22,6 +22,7 @@ import psutil
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+    "ANABRANCH_DEBUG": "1",
     "HF_HUB_OFFLINE": "1",
 }
 SMALL = ("--max-total-tokens", "8192", "--max-running-requests", "32", "--log-level", "warning")
@@ -47,6 +48,9 @@ class Served:
     def post(self, path: str, **body: object) -> httpx.Response:
         return httpx.post(f"{self.url}{path}", json=body, timeout=300)
 
+    def delete(self, path: str) -> httpx.Response:
+        return httpx.delete(f"{self.url}{path}", timeout=60)
+
     def stats(self) -> dict[str, int]:
         return self.get("/anabranch/v1/stats").json()
 
@@ -57,7 +61,7 @@ class Served:
             assert time.monotonic() < deadline, f"requests never end: {stats}"
             time.sleep(0.05)
         for state in self.get("/anabranch/v1/states").json()["states"]:
-            httpx.delete(f"{self.url}/anabranch/v1/states/{state['id']}", timeout=60)
+            self.delete(f"/anabranch/v1/states/{state['id']}")
         return self.stats()
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from anabranch import wire
+from anabranch_server.chat import Turn
 from anabranch_server.compile import ContextPlan, referenced
 from anabranch_server.errors import Refusal, StateRunning
 from anabranch_server.models import ModelStamp
@@ -29,7 +30,7 @@ class State:
     input_tokens: int
     stamp: ModelStamp
     refs: tuple[wire.Ref, ...] = ()
-    turn: str | None = None
+    turn: Turn | None = None
 
     @property
     def id(self) -> str:
@@ -56,7 +57,7 @@ class Running:
     input_tokens: int
     stamp: ModelStamp
     refs: tuple[wire.Ref, ...] = ()
-    turn: str | None = None
+    turn: Turn | None = None
     keep: bool = True
 
     def info(self) -> wire.StateInfo:
@@ -79,13 +80,15 @@ class Waiting:
     parent: str
     request: Any
     refs: tuple[wire.Ref, ...] = ()
+    turn: Turn | None = None
     keep: bool = True
+    input_tokens = 0  # not known yet
 
     def info(self) -> wire.StateInfo:
         return wire.StateInfo(
             id=self.id,
             status="waiting",
-            input_tokens=0,
+            input_tokens=self.input_tokens,
             generated_tokens=0,
             start=0,
             context_tokens=0,
@@ -107,8 +110,8 @@ class StateStore:
 
     # ------------------------------------------------------------ look up
 
-    def parents(self, refs: Sequence[wire.Ref], stamp: ModelStamp) -> dict[str, State]:
-        """The sealed states that `refs` name.
+    def parents(self, refs: Sequence[wire.Ref], stamp: ModelStamp | None = None) -> dict[str, State]:
+        """The sealed states that `refs` name; with a stamp, only if they were computed under it.
 
         Raises StateRunning if one is accepted but not sealed; Refusal `state_not_found`, `state_released` or
         `state_incompatible`.
@@ -120,7 +123,7 @@ class StateStore:
                 not_sealed = not_sealed or state_id
             else:
                 found[state_id] = state = self.state(state_id, param="refs")
-                if state.stamp != stamp:
+                if stamp is not None and state.stamp != stamp:
                     raise Refusal(
                         "state_incompatible",
                         f"state {state_id} was computed under {state.stamp.differences(stamp)}",
@@ -147,6 +150,15 @@ class StateStore:
     def info(self, state_id: str) -> wire.StateInfo:
         known = self.running.get(state_id) or self.waiting.get(state_id) or self.state(state_id)
         return known.info()
+
+    def turn_after(self, refs: Sequence[wire.Ref]) -> Turn | None:
+        """How the conversation ends that a new state with these references continues. Raises Refusal."""
+        last = refs[-1] if refs else None
+        if last is None or last.kind == "artifact":
+            return None
+        state = self.running.get(last.id) or self.waiting.get(last.id) or self.state(last.id, param="refs")
+        cut = last.upto is not None and last.upto <= state.input_tokens
+        return "closed" if cut and state.turn is not None else state.turn
 
     def ready(self) -> list[Waiting]:
         """Those whose parent is sealed or gone by now; they no longer wait."""

@@ -21,5 +21,4 @@ def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
         assert server.process.poll() is None, f"the server died:\n{server.log[-4000:]}"
         assert stats["states"] == stats["held_tokens"] == stats["in_use_tokens"] == 0, stats
         assert stats["free_tokens"] + stats["evictable_tokens"] == stats["total_tokens"], stats
-        assert server.get("/anabranch/v1/health").status_code == 200  # also runs store.check()
         break

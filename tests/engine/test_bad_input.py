@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -37,9 +38,9 @@ def test_unknown_state(stepped: Served):
 
 
 def test_released_state(stepped: Served, state: str):
-    httpx.delete(f"{stepped.url}/anabranch/v1/states/{state}")
+    stepped.delete(f"/anabranch/v1/states/{state}")
     refused(stepped, "state_released", **body([inherit(state)], "x", 1))
-    assert error(httpx.delete(f"{stepped.url}/anabranch/v1/states/{state}")).code == "state_released"
+    assert error(stepped.delete(f"/anabranch/v1/states/{state}")).code == "state_released"
 
 
 def test_foreign_id_of_a_plain_request(stepped: Served):
@@ -52,8 +53,18 @@ def test_duplicate_id(stepped: Served, state: str):
     assert stepped.get(f"/anabranch/v1/states/{state}").json()["generated_tokens"] == 2
 
 
+def test_the_id_of_a_running_state_disturbs_nobody(stepped: Served):
+    request = body(text="x", n=40)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(send, stepped, **request)
+        while stepped.get(f"/anabranch/v1/states/{request['id']}").status_code != 200:
+            assert not first.done()
+        assert error(send(stepped, **request)).code == "invalid_request"
+        assert len(first.result().json()["tokens"]) == 40
+
+
 def test_id_of_a_released_state_is_not_used_again(stepped: Served, state: str):
-    httpx.delete(f"{stepped.url}/anabranch/v1/states/{state}")
+    stepped.delete(f"/anabranch/v1/states/{state}")
     refused(stepped, "invalid_request", **{**body(text="x", n=1), "id": state})
 
 

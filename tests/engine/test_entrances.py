@@ -43,16 +43,16 @@ def test_without_an_id_the_state_has_the_request_id(stepped: Served):
 
 
 def test_chat_completions_see_the_context(stepped: Served):
-    messages = [{"role": "user", "content": "What is the secret word?"}]
-    secret = ok(stepped, text="<|im_start|>system\nThe secret word is banana.<|im_end|>\n")
+    messages = [{"role": "user", "content": "Say that again."}]
+    seen_before = ok(stepped, text="<|im_start|>system\nYou speak of bananas, and of nothing else.<|im_end|>\n")
     request = {"model": "default", "messages": messages, "max_tokens": 12, "temperature": 0}
     name = new_id()
-    seen = stepped.post("/v1/chat/completions", **request, custom_params=spec(inherit(secret.id), id=name)).json()
+    seen = stepped.post("/v1/chat/completions", **request, custom_params=spec(inherit(seen_before.id), id=name)).json()
     unseen = stepped.post("/v1/chat/completions", **request).json()
-    assert "banana" in seen["choices"][0]["message"]["content"].lower()
-    assert "banana" not in unseen["choices"][0]["message"]["content"].lower()
-    info = stepped.get(f"/anabranch/v1/states/{name}").json()
-    assert info["context_tokens"] == secret.usage.computed_tokens
+    context = seen_before.usage.computed_tokens
+    assert seen["choices"][0]["message"]["content"] != unseen["choices"][0]["message"]["content"]
+    assert seen["usage"]["prompt_tokens"] == unseen["usage"]["prompt_tokens"] + context
+    assert stepped.get(f"/anabranch/v1/states/{name}").json()["context_tokens"] == context
 
 
 def test_refusals_there_say_the_code(stepped: Served):
@@ -82,7 +82,7 @@ def test_a_conversation_over_states_is_the_templates_own(stepped: Served):
     messages = [*first, {"role": "assistant", "content": one["text"]}, second]
     whole = stepped.post("/v1/chat/completions", model="default", messages=messages, max_tokens=1).json()
     # max_tokens=0 computes the messages; the answer's own heading is added where an answer is generated
-    heading = 3
+    heading = len(["<|im_start|>", "ass", "istant", "\n"])
     assert two["usage"]["context_tokens"] + two["usage"]["computed_tokens"] == whole["usage"]["prompt_tokens"] - heading
 
 
@@ -90,4 +90,4 @@ def test_an_answer_that_is_due_needs_no_new_input(stepped: Served):
     asked = send(stepped, **{**body(), "input": [{"role": "user", "content": "What is the capital of France?"}]}).json()
     answer = send(stepped, **{**body([inherit(asked["id"])]), "sampling": {"max_tokens": 12, "temperature": 0}}).json()
     assert "Paris" in answer["text"]
-    assert answer["usage"]["computed_tokens"] == 3
+    assert answer["usage"]["computed_tokens"] == 4

@@ -97,6 +97,8 @@ def test_flags_of_the_user_stay():
     assert words.count("--dtype") == 1
     assert words[words.index("--radix-cache-backend") + 1] == "anabranch"
     assert "--device" not in with_defaults([], cpu=False)
+    assert with_defaults([], cpu=False)[2:] == ["--attention-backend", "anabranch", "--disable-cuda-graph"]
+    assert "--disable-cuda-graph" not in with_defaults(["--attention-backend", "triton"], cpu=False)
 
 
 def test_traits_of_an_unsupported_model_name_the_feature():

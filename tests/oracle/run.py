@@ -6,7 +6,7 @@ It does not start a server, and it takes nothing from the SDK but the messages.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import httpx
@@ -19,6 +19,8 @@ from .dags import Plan, Planned
 
 API = "/anabranch/v1"
 TOLERANCE = 2e-4
+"""Largest allowed difference of a log probability."""
+ROUNDINGS = 4
 
 
 async def run_plan(base_url: str, plan: Plan, client: httpx.AsyncClient) -> list[Node]:
@@ -123,27 +125,40 @@ def check_explanation(node: Node, views: dict[str, View], told: Explanation) -> 
     assert told.start == view.start, f"{node.name}: explain: start {told.start}, expected {view.start}"
 
 
-def compare(nodes: list[Node], logprobs: dict[str, Tensor], tolerance: float = TOLERANCE) -> float:
-    """Every generated token is the greedy one (or ties with it) and every returned logprob is right.
+def compare(
+    nodes: list[Node], logprobs: dict[str, Tensor], in_fp32: Callable[[], dict[str, Tensor]] | None = None
+) -> float:
+    """Every generated token is the greedy one, and every returned logprob is right within TOLERANCE.
 
     Returns the largest difference of a logprob. For nodes that `run_plan` returned; `logprobs` best in fp64.
+    `in_fp32` gives the same computed in fp32, and is called only if something is off by more: where plain torch in
+    fp32 is itself off by more than half of TOLERANCE, the model is ill-conditioned there and ROUNDINGS times that
+    much is allowed, to an fp32 server that adds in another order.
     """
     worst = 0.0
+    rough: dict[str, Tensor] | None = None
     for node in nodes:
         for index, (token, top) in enumerate(zip(node.generated, node.top, strict=True)):
             at = f"{node.name} generated token {index}"
-            follows = logprobs[node.id][len(node.input) + index - 1]
+            row = len(node.input) + index - 1
+            follows = logprobs[node.id][row]
             best = int(follows.argmax())
+            found = max(abs(got - float(follows[other])) for other, got in top.items())
+            allowed = TOLERANCE
+            if in_fp32 is not None and (found > allowed or token != best):
+                rough = rough or in_fp32()
+                rounding = float((rough[node.id][row] - follows)[[*top, best]].abs().max())
+                allowed = max(TOLERANCE, ROUNDINGS * rounding if rounding > TOLERANCE / 2 else 0.0)
             short = float(follows[best] - follows[token])
-            assert short <= tolerance, f"{at}: got {token}, expected {best}, which is likelier by {short:.2e}"
+            assert token == best or (short <= allowed and allowed > TOLERANCE), (
+                f"{at}: got {token}, expected {best}, which is likelier by {short:.2e}"
+            )
             for other, got in top.items():
                 expected = float(follows[other])
                 off = abs(got - expected)
-                assert off <= tolerance, f"{at}: logprob of {other}: got {got:.6f}, expected {expected:.6f}"
+                assert off <= allowed, f"{at}: logprob of {other}: got {got:.6f}, expected {expected:.6f}"
                 worst = max(worst, off)
             last = float(follows.topk(len(top)).values[-1])
             least = min(top.values())
-            assert least >= last - tolerance, (
-                f"{at}: top ends at {least:.6f}, expected {last:.6f}: likelier ones missing"
-            )
+            assert least >= last - allowed, f"{at}: top ends at {least:.6f}, expected {last:.6f}: likelier ones missing"
     return worst

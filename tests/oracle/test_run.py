@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from torch import Tensor
 
 from anabranch.wire import Explanation, GenerateResponse, TokenLogprob
 
@@ -15,7 +16,7 @@ from . import tiny
 from .brute import Node, logprobs
 from .dags import plan
 from .fake import Fake, Reply
-from .run import compare, release_rest, run_plan
+from .run import TOLERANCE, compare, release_rest, run_plan
 
 URL = "http://fake"
 
@@ -151,3 +152,21 @@ async def test_intervals_may_be_split_anywhere():
         return reply.model_copy(update={"intervals": tuple(parts)})
 
     await run(4, Fake(fault=joined))
+
+
+async def test_only_where_fp32_itself_is_rough_is_more_than_the_tolerance_allowed():
+    async with Fake().client() as client:
+        nodes = await run_plan(URL, plan(4, tiny.tokenize), client)
+    exact = logprobs(nodes, tiny.llama())
+    off = next(node for node in nodes if node.top and node.top[0])
+    token = next(iter(off.top[0]))
+    off.top[0][token] += 1.5 * TOLERANCE
+
+    def rough(by: float) -> dict[str, Tensor]:
+        return {name: rows + by for name, rows in exact.items()}
+
+    with pytest.raises(AssertionError, match=f"logprob of {token}"):
+        compare(nodes, exact)
+    with pytest.raises(AssertionError, match=f"logprob of {token}"):
+        compare(nodes, exact, lambda: rough(0.4 * TOLERANCE))
+    assert compare(nodes, exact, lambda: rough(0.6 * TOLERANCE)) > TOLERANCE

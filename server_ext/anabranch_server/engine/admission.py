@@ -7,11 +7,12 @@ about scheduling: an admitted request queues like any other.
 from __future__ import annotations
 
 import json
+import os
 import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_core import from_json
@@ -26,14 +27,17 @@ from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
 from anabranch_server.store import Running, Waiting
 
+DEBUG = os.environ.get("ANABRANCH_DEBUG") == "1"
+"""Check the store's conservation laws in every step; a violation ends the server."""
 KEY = "anabranch"
 """Our key in `custom_params`; its value is a JSON string."""
 
 
 class AdmittedSpec(wire.ContextSpec):
-    """A context spec as it reaches the scheduler; `turn` is set by our own route, after it rendered messages."""
+    """A context spec as it reaches the scheduler. `turn` is set by our own route if it rendered messages; else the
+    state ends as what it continues."""
 
-    turn: Turn | None = None
+    turn: Turn | Literal["inherited"] | None = "inherited"
 
 
 def around_handle_generate_request(original: Callable[..., Any], scheduler: Any, received: Any) -> Any:
@@ -60,6 +64,8 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
     cache = find(scheduler.tree_cache)
     if cache is None:
         return
+    if DEBUG:
+        cache.store.check()
     if cache.runs:
         live = set(adapter().live_ids(scheduler))
         for request_id in [request_id for request_id in cache.runs if request_id not in live]:
@@ -99,10 +105,11 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
         raise Refusal("unsupported_model_feature", f"states do not work with {model.traits.unsupported} yet")
     store.check_new(spec.id)
     stamp = replace(model.stamp, adapter=received.lora_id)
+    turn = store.turn_after(spec.refs) if spec.turn == "inherited" else spec.turn
     try:
         parents = store.parents(spec.refs, stamp)
     except StateRunning as running:
-        store.waiting[spec.id] = Waiting(spec.id, running.state_id, received, spec.refs, spec.keep)
+        store.waiting[spec.id] = Waiting(spec.id, running.state_id, received, spec.refs, turn, spec.keep)
         raise
     plan = compile_context(spec, parents)
     if plan.shifted and model.can_shift is not None:
@@ -126,7 +133,7 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
         input_tokens=len(own),
         stamp=stamp,
         refs=spec.refs,
-        turn=spec.turn,
+        turn=turn,
         keep=spec.keep,
     )
     store.open(running)

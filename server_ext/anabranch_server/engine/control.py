@@ -75,19 +75,8 @@ def _list(scheduler: Any, cache: AnabranchCache) -> str:
     return wire.StateList(states=tuple(states)).model_dump_json()
 
 
-def _turn(scheduler: Any, cache: AnabranchCache, id: str, upto: int | None) -> str:
-    """How the conversation ends that a new state continues."""
-    store = cache.store
-    waiting = store.waiting.get(id)
-    if waiting is not None:
-        raise Refusal(
-            "invalid_request",
-            f"state {id} still waits for its own parent, so a message cannot be rendered after it yet",
-            hint="wait for its answer first",
-            param="input",
-        )
-    state = store.running.get(id) or store.state(id, param="refs")
-    return json.dumps(state.turn if upto is None or upto > state.input_tokens else "closed")
+def _turn(scheduler: Any, cache: AnabranchCache, refs: list[dict[str, Any]]) -> str:
+    return json.dumps(cache.store.turn_after([wire.Ref.model_validate(ref) for ref in refs]))
 
 
 def _release(scheduler: Any, cache: AnabranchCache, id: str) -> str:
@@ -102,7 +91,7 @@ def _explain(scheduler: Any, cache: AnabranchCache, id: str | None, spec: dict[s
         return explanation((store.running.get(id) or store.state(id)).context).model_dump_json()
     context = wire.ContextSpec.model_validate(spec)
     try:
-        parents = store.parents(context.refs, cache.model.stamp)
+        parents = store.parents(context.refs)
     except StateRunning as running:
         raise Refusal(
             "invalid_request",
@@ -133,11 +122,6 @@ def _stats(scheduler: Any, cache: AnabranchCache) -> str:
     ).model_dump_json()
 
 
-def _check(scheduler: Any, cache: AnabranchCache) -> str:
-    cache.store.check()
-    return "{}"
-
-
 def explanation(plan: ContextPlan) -> wire.Explanation:
     return wire.Explanation(
         intervals=tuple(
@@ -163,5 +147,4 @@ OPERATIONS: dict[str, Callable[..., str]] = {
     "release": _release,
     "explain": _explain,
     "stats": _stats,
-    "check": _check,
 }

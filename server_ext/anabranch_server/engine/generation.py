@@ -40,25 +40,28 @@ async def generate(
         return_logprob=asked.sampling.logprobs,
         top_logprobs_num=asked.sampling.top_logprobs,
     )
-    finished, text, sent, first_at, out = False, "", 0, 0.0, {}
-    outputs = manager.generate_request(order, request)
+    if asked.id in manager.rid_to_state:
+        raise Refusal("invalid_request", f"the id {asked.id} is already in use", param="id")
+    over, text, sent, first_at, out = False, "", 0, 0.0, {}
     try:
-        async for out in outputs:
+        async for out in manager.generate_request(order, request):
             first_at = first_at or time.perf_counter()
             reason = out["meta_info"]["finish_reason"]
-            finished = reason is not None
-            if finished:
+            over = reason is not None
+            if over:
                 _raise_if_aborted(reason)
             elif asked.stream and (len(out["text"]) > len(text) or len(out["output_ids"]) > sent):
                 yield wire.DeltaEvent(text=out["text"][len(text) :], tokens=tuple(out["output_ids"][sent:]))
                 text, sent = out["text"], len(out["output_ids"])
-    except ValueError as error:  # SGLang's own checks of sampling parameters and lengths
+    except ValueError as error:  # SGLang's own checks, before it sends anything to its scheduler
+        over = True
         raise Refusal("invalid_request", str(error)) from error
     except HTTPException as error:
+        over = True
         code: wire.ErrorCode = "pool_exhausted" if error.status_code == 503 else "internal"
         raise Refusal(code, str(error.detail)) from error
     finally:
-        if not finished:  # the client went away, or something broke: nobody wants the rest
+        if not over:  # the client went away, or something broke: nobody wants the rest
             manager.abort_request(asked.id)
     final = _response(asked, out, arrived, first_at)
     if asked.stream and (final.text[len(text) :] or final.tokens[sent:]):
@@ -68,13 +71,10 @@ async def generate(
 
 async def _input(manager: Any, asked: wire.GenerateRequest) -> tuple[list[int], str | None]:
     """The new state's own input tokens, and the turn its conversation is then in."""
-    tokenizer, last = manager.tokenizer, asked.refs[-1] if asked.refs else None
-    turn = None
-    chat = not asked.input or any(isinstance(piece, wire.MessagePiece) for piece in asked.input)
-    if last is not None and last.kind == "inherit":
-        turn = await ask(manager, "turn", id=last.id, upto=last.upto)
-    elif last is not None and chat:
-        turn = "closed"
+    tokenizer, turn = manager.tokenizer, None
+    renders = not asked.input or any(isinstance(piece, wire.MessagePiece) for piece in asked.input)
+    if renders and asked.refs:
+        turn = await ask(manager, "turn", refs=[ref.model_dump(mode="json") for ref in asked.refs[-1:]])
     pieces, turn = render(
         asked.input, tokenizer, turn=turn, root=not asked.refs, generate=asked.sampling.max_tokens > 0
     )
@@ -103,7 +103,7 @@ async def _input(manager: Any, asked: wire.GenerateRequest) -> tuple[list[int], 
             hint="ask for fewer tokens, or serve with a larger --context-length",
             param="sampling.max_tokens",
         )
-    return tokens, turn
+    return tokens, turn if renders else "inherited"
 
 
 def _sampling(asked: wire.GenerateRequest) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def router(tokenizer_manager: Any) -> APIRouter:
     @routes.get("/health", response_model=None)
     @answers
     async def health(request: Request) -> Response:
-        await ask(tokenizer_manager, "check")
+        await ask(tokenizer_manager, "stats")  # the scheduler answers
         args = tokenizer_manager.server_args
         return reply(
             wire.Health(

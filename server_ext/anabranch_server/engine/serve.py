@@ -11,13 +11,12 @@ import sys
 from anabranch_server.engine.versions import UnsupportedSGLang, adapter
 from anabranch_server.plugin import has_accelerator
 
-DEFAULTS = {
-    "--radix-cache-backend": "anabranch",
-    "--attention-backend": "anabranch",
-    "--disable-cuda-graph": None,
-}
+DEFAULTS = {"--radix-cache-backend": "anabranch"}
+ATTENTION_DEFAULTS = {"--attention-backend": "anabranch", "--disable-cuda-graph": None}
+"""Where the user does not choose the attention: ours, which cannot run in CUDA graphs yet."""
 CPU_DEFAULTS = {
     "--device": "cpu",
+    "--disable-cuda-graph": None,
     "--dtype": "float32",
     "--sampling-backend": "pytorch",
     "--grammar-backend": "outlines",
@@ -65,6 +64,8 @@ def command(argv: list[str]) -> int:
 def with_defaults(argv: list[str], *, cpu: bool) -> list[str]:
     """`argv` and each of our flags that it does not already have."""
     given = {word.partition("=")[0] for word in argv}
-    defaults = {**DEFAULTS, **(CPU_DEFAULTS if cpu else {})}
+    defaults = DEFAULTS | (CPU_DEFAULTS if cpu else {})
+    if "--attention-backend" not in given:
+        defaults |= ATTENTION_DEFAULTS
     missing = {flag: value for flag, value in defaults.items() if flag not in given}
     return [*argv, *(word for flag, value in missing.items() for word in (flag, value) if word is not None)]
