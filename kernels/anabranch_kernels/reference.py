@@ -44,7 +44,7 @@ def segmented_attention(
             scores = _scores(q[here], k, request, scale, rotary)
             _hide_future(scores, rows, request)
             row_lse = scores.logsumexp(-1)
-            weights = (scores - row_lse.masked_fill(row_lse.isinf(), 0.0)[..., None]).exp()
+            weights = scores.softmax(-1).masked_fill_(row_lse.isneginf()[..., None], 0.0)
             out[here] = torch.einsum("hgqk,khd->qhgd", weights, v).flatten(1, 2).to(q.dtype)
             lse[here] = row_lse.flatten(0, 1).T
         at += request.n_new

@@ -141,7 +141,8 @@ async def test_foreign_state(client: AsyncClient, stepped: Served):
         (lambda c, s: c.state(rules="strict").inherit(s).artifact(s).generate("x"), anabranch.InvalidRequestError),
         (lambda c, s: c.state().inherit(s).place(start=8191).generate("x"), anabranch.PositionOverflowError),
         (lambda c, s: s.generate("x", max_tokens=8190), anabranch.ContextTooLongError),
-        (lambda c, s: s.generate("x" * 10_000_000), anabranch.ContextTooLongError),
+        (lambda c, s: s.generate("x " * 1_000_000, max_tokens=1), anabranch.ContextTooLongError),
+        (lambda c, s: s.generate("x" * 10_000_000), anabranch.InvalidRequestError),
     ],
 )
 async def test_bad_input(client: AsyncClient, stepped: Served, make: Any, error: type[anabranch.AnabranchError]):
