@@ -1,6 +1,7 @@
 """The servers that tests share, each started once a session and only if a test asks for it.
 
-`overlapped` is how people run it, with prefills cut small; `stepped` runs every step to its end before the next.
+`overlapped` is how people run it, with prefills cut small and mixed with decodes; `stepped` runs every step to its end
+before the next.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def overlapped(model_dir: Path, logs: Path) -> Iterator[Served]:
-    flags = (*SMALL, "--chunked-prefill-size", "16")
+    flags = (*SMALL, "--chunked-prefill-size", "16", "--enable-mixed-chunk")
     with serve(model_dir, flags, logs / "overlapped.log") as served:
         yield served
 

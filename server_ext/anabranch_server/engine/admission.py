@@ -7,6 +7,7 @@ about scheduling: an admitted request queues like any other.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from array import array
@@ -27,6 +28,7 @@ from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
 from anabranch_server.store import Running, Waiting
 
+logger = logging.getLogger(__name__)
 DEBUG = os.environ.get("ANABRANCH_DEBUG") == "1"
 """Check the store's conservation laws in every step; a violation ends the server."""
 KEY = "anabranch"
@@ -55,6 +57,10 @@ def around_handle_generate_request(original: Callable[..., Any], scheduler: Any,
         _refuse(scheduler, received, refusal)
         return None
     except StateRunning:
+        return None
+    except Exception:  # nothing was opened yet: one request fails, the server goes on
+        logger.exception("admission of request %s failed", received.rid)
+        _refuse(scheduler, received, Refusal("internal", "admission failed; the server's log says why"))
         return None
     return original(scheduler, received)
 
@@ -175,8 +181,8 @@ def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
     own = received.input_ids
     tokenizer = scheduler.tokenizer
     if visible and received.input_text and tokenizer is not None:
-        start = len(tokenizer("").input_ids)  # what the tokenizer puts before a text belongs at a root only
-        own = own[start:] if list(own[:start]) == tokenizer("").input_ids else own
+        start = tokenizer("").input_ids  # what the tokenizer puts before a text belongs at a root only
+        own = own[len(start) :] if list(own[: len(start)]) == start else own
     if not len(own):
         raise Refusal(
             "invalid_request",
