@@ -39,9 +39,9 @@ class Request:
         return self.context + self.new
 
 
-def planned(requests: Sequence[Request]) -> BatchPlan:
+def planned(requests: Sequence[Request], device: str = "cpu") -> BatchPlan:
     return plan_batch(
-        [torch.tensor(request.slots, dtype=torch.int32) for request in requests],
+        [torch.tensor(request.slots, dtype=torch.int32, device=device) for request in requests],
         [len(request.new) for request in requests],
         [request.parts for request in requests],
     )

@@ -1,6 +1,6 @@
 """The reference kernel against attention with moved keys in fp64, and against nasty cases worked out by hand.
 
-Everything runs on the CPU.
+Everything runs on the CPU, and where there is a GPU on that too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,9 @@ from anabranch_kernels import BatchPlan, Part, RequestPlan, Rotary, plan_batch, 
 from .naive import Request, attention, planned
 
 
+DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+
+
 def frequencies(dim: int, theta: float = 10000.0) -> Tensor:
     return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
 
@@ -34,19 +37,21 @@ class Case:
     rotary: Rotary | None
     scale: float
 
-    def run(self) -> tuple[Tensor, Tensor]:
-        return segmented_attention(
-            self.q, self.k_cache, self.v_cache, planned(self.requests), scale=self.scale, rotary=self.rotary
-        )
+    def run(self, device: str = "cpu") -> tuple[Tensor, Tensor]:
+        q, k_cache, v_cache = (tensor.to(device) for tensor in (self.q, self.k_cache, self.v_cache))
+        plan = planned(self.requests, device)
+        out, lse = segmented_attention(q, k_cache, v_cache, plan, scale=self.scale, rotary=self.rotary)
+        return out.cpu(), lse.cpu()
 
     def check(self, atol: float = 2e-5) -> None:
-        out, lse = self.run()
         expected_out, expected_lse = attention(
             self.q, self.k_cache, self.v_cache, self.requests, self.scale, self.rotary
         )
-        assert (out.dtype, lse.dtype) == (self.q.dtype, torch.float32)
-        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=2e-6)
-        torch.testing.assert_close(out.double(), expected_out, atol=atol, rtol=atol)
+        for device in DEVICES:
+            out, lse = self.run(device)
+            assert (out.dtype, lse.dtype) == (self.q.dtype, torch.float32)
+            torch.testing.assert_close(lse.double(), expected_lse, atol=2e-5, rtol=2e-6)
+            torch.testing.assert_close(out.double(), expected_out, atol=atol, rtol=atol)
 
 
 def case(
