@@ -18,7 +18,6 @@ from anabranch_kernels import BatchPlan, Part, RequestPlan, Rotary, plan_batch, 
 
 from .naive import Request, attention, planned
 
-
 DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
