@@ -8,12 +8,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import wraps
 from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, HTTPException, Request
 from fastapi.responses import Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect
 
 from anabranch import wire
 from anabranch_server.engine import generation
@@ -21,6 +23,7 @@ from anabranch_server.engine.control import ask
 from anabranch_server.errors import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
+CLIENT_GONE = 499
 
 
 def after_init_request_dispatcher(result: Any, tokenizer_manager: Any) -> None:
@@ -94,7 +97,6 @@ def router(tokenizer_manager: Any) -> APIRouter:
 
 def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
     """Turn every refusal into the error body of the contract."""
-    from functools import wraps
 
     @wraps(route)
     async def answered(request: Request, **path: Any) -> Response:
@@ -104,6 +106,8 @@ def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitabl
             headers = {"Retry-After": "1"} if refusal.status in (429, 503) else None
             error = wire.ErrorResponse(error=refusal.body(request.headers.get("x-request-id")))
             return reply(error, status=refusal.status, headers=headers)
+        except ClientDisconnect:
+            return Response(status_code=CLIENT_GONE)  # nobody reads it
 
     return answered
 
