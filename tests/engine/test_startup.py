@@ -63,6 +63,8 @@ ARGS = {
     "enable_hierarchical_cache": False,
     "enable_streaming_session": False,
     "enable_two_batch_overlap": False,
+    "incremental_streaming_output": False,
+    "skip_tokenizer_init": False,
     "kv_cache_dtype": "auto",
     "attention_backend": "anabranch",
 }
@@ -81,6 +83,8 @@ ARGS = {
         ("enable_hierarchical_cache", True),
         ("enable_streaming_session", True),
         ("enable_two_batch_overlap", True),
+        ("incremental_streaming_output", True),
+        ("skip_tokenizer_init", True),
         ("kv_cache_dtype", "fp8_e4m3"),
     ],
 )

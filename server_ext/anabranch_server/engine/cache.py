@@ -133,7 +133,7 @@ class AnabranchCache(BasePrefixCache):
             assert len(slots) >= length, f"{length - len(slots)} tokens of state {running.id} are not sealed"
             tokens = (req.origin_input_ids + req.output_ids)[context : context + length]
             self._free(slots[length:])
-            self.store.seal(running.id, tokens, slots[:length].clone())
+            self.store.seal(running.id, tokens, slots[:length])
         else:
             self._free(slots)
             self.store.close(running.id, failed=False)

@@ -67,6 +67,8 @@ def refuse_flags(args: Any) -> None:
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-streaming-session": getattr(args, "enable_streaming_session", False),
         "--enable-two-batch-overlap": args.enable_two_batch_overlap,
+        "--incremental-streaming-output": args.incremental_streaming_output,
+        "--skip-tokenizer-init": args.skip_tokenizer_init,
         "--kv-cache-dtype " + str(args.kv_cache_dtype): args.attention_backend == BACKEND
         and "fp8" in str(args.kv_cache_dtype),
     }
