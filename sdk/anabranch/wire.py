@@ -186,6 +186,14 @@ class Sampling(Wire):
     logprobs: bool = Field(default=False, strict=True)
     top_logprobs: Annotated[int, Field(strict=True, ge=0, le=128)] = 0
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Sampling:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens is {self.min_tokens}, more than max_tokens, which is {self.max_tokens}")
+        if sum(grammar is not None for grammar in (self.regex, self.json_schema, self.ebnf)) > 1:
+            raise ValueError("give one of regex, json_schema and ebnf")
+        return self
+
 
 class GenerateRequest(ContextSpec):
     """`POST /anabranch/v1/generate`. `sampling.max_tokens = 0` computes the state and generates nothing."""

@@ -63,9 +63,12 @@ def compile_context(spec: wire.ContextSpec, parents: Mapping[str, Parent]) -> Co
 
     Raises Refusal (`invalid_request`) if a span or `upto` leaves its state.
     """
-    selections = [select(parents[ref.id], ref, f"refs.{i}") for i, ref in enumerate(spec.refs)]
+    refs: dict[wire.Ref, int] = {}
+    for i, ref in enumerate(spec.refs):
+        refs.setdefault(ref, i)  # what is selected again in the same way adds nothing
+    selections = [select(parents[ref.id], ref, f"refs.{i}") for ref, i in refs.items()]
     if isinstance(spec.place, wire.Explicit):
-        bases = [ref.base for ref in spec.refs]
+        bases = [ref.base for ref in refs]
         selections = [s if base is None else shift_to(s, base) for s, base in zip(selections, bases, strict=True)]
         intervals = unite(selections)
         start = after_all(intervals) if spec.place.start is None else spec.place.start

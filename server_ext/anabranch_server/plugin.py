@@ -5,6 +5,7 @@ Nothing is done here: SGLang calls these in every process that it starts, before
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,12 @@ def activate() -> None:
 
 def activate_platform() -> str | None:
     """`sglang.srt.platforms`: the CPU platform, only where there is no GPU."""
-    return "anabranch_server.engine.cpu.CpuPlatform" if not has_accelerator() else None
+    if has_accelerator():
+        return None
+    # Threads that spin while they wait make a busy machine many times slower. The scheduler process, which is started
+    # after this, reads it when it loads torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return "anabranch_server.engine.cpu.CpuPlatform"
 
 
 def has_accelerator() -> bool:

@@ -160,13 +160,12 @@ class StateStore:
         cut = last.upto is not None and last.upto <= state.input_tokens
         return "closed" if cut and state.turn is not None else state.turn
 
-    def ready(self) -> list[Waiting]:
-        """Those whose parent is sealed or gone by now; they no longer wait."""
+    def next_ready(self) -> Waiting | None:
+        """One whose parent is sealed or gone by now; it no longer waits. One at a time, because the next may be its
+        child, which must find it somewhere."""
         blocked = self.running.keys() | self.waiting.keys()
-        ready = [waiting for waiting in self.waiting.values() if waiting.parent not in blocked]
-        for waiting in ready:
-            del self.waiting[waiting.id]
-        return ready
+        ready = next((waiting for waiting in self.waiting.values() if waiting.parent not in blocked), None)
+        return self.waiting.pop(ready.id) if ready is not None else None
 
     # ------------------------------------------------------------ the life of a state
 

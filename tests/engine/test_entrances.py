@@ -63,6 +63,14 @@ def test_refusals_there_say_the_code(stepped: Served):
     assert "state_not_found" in answer.text
 
 
+def test_several_samples_of_one_spec_are_refused_and_leave_nothing(stepped: Served):
+    sampling = {"max_new_tokens": 2, "n": 2, "custom_params": spec(id=new_id())}
+    answer = stepped.post("/generate", text="x", sampling_params=sampling)
+    assert answer.status_code == 400
+    assert "n over 1" in answer.text
+    assert stepped.stats()["states"] == 0
+
+
 @pytest.mark.parametrize("value", ["{bad", "[]", '{"refs": 3}', '{"place": NaN}', 7, {"refs": []}])
 def test_a_malformed_spec_is_refused(stepped: Served, value: object):
     answer = stepped.post(

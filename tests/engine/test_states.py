@@ -139,6 +139,34 @@ def test_a_stop_token_is_not_part_of_the_state(served: Served):
     assert child.usage.context_tokens == stopped.usage.computed_tokens + len(stopped.tokens)
 
 
+def test_a_stop_on_the_last_allowed_token_is_a_stop(served: Served):
+    plain = ok(served, text=COUNT, n=4)
+    token = {"stop_token_ids": [plain.tokens[3]], "ignore_eos": False}
+    assert plain.tokens.index(plain.tokens[3]) == 3 or len(set(plain.tokens)) < 4
+    by_token = ok(served, text=COUNT, n=plain.tokens.index(plain.tokens[3]) + 1, sampling=token)
+    assert by_token.finish_reason == "stop"
+    assert by_token.tokens == plain.tokens[: plain.tokens.index(plain.tokens[3])]
+    word = plain.text.split()[1]
+    count = 1 + next(n for n in range(4) if word in _text(served, n + 1))
+    by_text = ok(served, text=COUNT, n=count, sampling={"stop": [word]})
+    assert (by_text.finish_reason, by_text.text) == ("stop", plain.text.partition(word)[0])
+    assert served.get(f"/anabranch/v1/states/{by_text.id}").json()["generated_tokens"] < count
+
+
+def test_a_child_whose_parent_waits_beside_it_finds_it(served: Served):
+    """Two requests end in one step; a child of one, accepted before its other parent, becomes ready with it."""
+    p, q, r = (body(text=list(range(300, 310)), n=n) for n in (4, 24, 24))
+    a = body([inherit(p["id"]), inherit(r["id"])], [400], 1)
+    b = body([inherit(q["id"]), inherit(a["id"])], [401], 1)
+    with ThreadPoolExecutor(5) as pool:
+        first = [pool.submit(send, served, **one) for one in (q, r, p)]
+        _until(lambda: all(served.get(f"/anabranch/v1/states/{x['id']}").status_code == 200 for x in (p, q, r)))
+        later = [pool.submit(send, served, **a)]
+        _until(lambda: served.get(f"/anabranch/v1/states/{a['id']}").status_code == 200)
+        later.append(pool.submit(send, served, **b))
+        assert [future.result().status_code for future in (*first, *later)] == [200] * 5
+
+
 def test_a_state_that_is_not_kept_leaves_nothing(served: Served):
     answer = ok(served, text=STORY, n=3, keep=False)
     assert not answer.kept
@@ -204,6 +232,10 @@ def test_an_unmade_context_can_be_explained(served: Served):
     plan = served.post("/anabranch/v1/explain", spec=spec).json()
     assert [(i["native"], i["effective"]) for i in plan["intervals"]] == [(0, 0), (0, 10)]
     assert (plan["start"], plan["context_tokens"]) == (16, 16)
+
+
+def _text(served: Served, n: int) -> str:
+    return ok(served, text=COUNT, n=n).text
 
 
 def _staggered(served: Served, pool: ThreadPoolExecutor, chain: Sequence[dict[str, Any]]) -> list[Any]:

@@ -360,9 +360,18 @@ def test_who_waits_is_ready_once_the_parent_is_sealed_or_gone(pool: Pool):
         ID["b"]: Waiting(ID["b"], ID["a"], "child"),
         ID["c"]: Waiting(ID["c"], ID["b"], "grandchild"),
     }
-    assert [waiting.request for waiting in pool.store.ready()] == ["child"], "nobody runs as a, but b still waits"
-    assert [waiting.request for waiting in pool.store.ready()] == ["grandchild"]
-    assert pool.store.ready() == []
+    first, second = pool.store.next_ready(), pool.store.next_ready()
+    assert first is not None and first.request == "child", "nobody runs as a, but b still waits"
+    assert second is not None and second.request == "grandchild"
+    assert pool.store.next_ready() is None
+
+
+def test_a_child_that_is_ready_together_with_its_parent_still_finds_it_waiting(pool: Pool):
+    """d waits for b, and will then see that it also needs c, which is ready at the same moment."""
+    pool.store.waiting = {ID["d"]: Waiting(ID["d"], ID["b"], None), ID["c"]: Waiting(ID["c"], ID["a"], None)}
+    assert pool.store.next_ready() is not None
+    with pytest.raises(StateRunning):
+        pool.store.parents([Ref(kind="inherit", id=ID["c"])])
 
 
 def test_remembered_ids_are_bounded_and_the_oldest_is_forgotten_first(pool: Pool, monkeypatch: pytest.MonkeyPatch):

@@ -72,12 +72,13 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
         return
     if DEBUG:
         cache.store.check()
+    _refuse_what_never_fits(scheduler, cache)
     if cache.runs:
         live = set(adapter().live_ids(scheduler))
         for request_id in [request_id for request_id in cache.runs if request_id not in live]:
             cache.drop(request_id)
             adapter().unblock_admission(scheduler)
-    for waiting in cache.store.ready():
+    while (waiting := cache.store.next_ready()) is not None:
         custom = waiting.request.sampling_params.custom_params
         if not waiting.keep:  # released while it waited
             custom[KEY] = json.dumps({**json.loads(custom[KEY]), "keep": False})
@@ -103,9 +104,9 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
     Raises Refusal; StateRunning if it was put among the waiting.
     """
     began = time.perf_counter()
+    _check_features(received)
     spec = parse_spec(text, received.rid)
     assert spec.id is not None
-    _check_features(received)
     store, model = cache.store, cache.model
     if model.traits.unsupported is not None:
         raise Refusal("unsupported_model_feature", f"states do not work with {model.traits.unsupported} yet")
@@ -171,10 +172,11 @@ def _check_features(received: Any) -> None:
         "mm_inputs": received.mm_inputs is not None,
         "session_params": received.session_params is not None,
         "sampling_seed": received.sampling_params.sampling_seed is not None,
+        "n over 1 (ask once for each state)": (received.sampling_params.n or 1) > 1,
     }
     for name, present in asked.items():
         if present:
-            raise Refusal("unsupported_model_feature", f"a state cannot be made with {name}", param=name)
+            raise Refusal("invalid_request", f"a state cannot be made with {name}", param=name.split()[0])
 
 
 def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
@@ -191,6 +193,24 @@ def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
             param="input",
         )
     return own
+
+
+def _refuse_what_never_fits(scheduler: Any, cache: AnabranchCache) -> None:
+    """Nothing runs, and the first in the queue does not fit beside what states hold by now: it and all behind it
+    would wait for ever. Plain requests too."""
+    while scheduler.waiting_queue and adapter().nothing_runs(scheduler):
+        req = scheduler.waiting_queue[0]
+        run = cache.run_of(req)
+        context = len(run.running.context) if run is not None else 0
+        sampled = len(req.output_ids)
+        new = min(req.sampling_params.max_new_tokens - sampled, CLIP_MAX_NEW_TOKENS)
+        try:
+            _check_pool(scheduler, cache, len(req.origin_input_ids) - context + sampled + new)
+        except Refusal as refusal:
+            del scheduler.waiting_queue[0]
+            _refuse(scheduler, req, refusal)
+        else:
+            return
 
 
 def _check_pool(scheduler: Any, cache: AnabranchCache, needed: int) -> None:

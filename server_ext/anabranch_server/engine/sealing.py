@@ -31,6 +31,7 @@ def around_update_finish_state(original: Callable[..., None], req: Any, new_acce
     else:
         original(req, new_accepted_len)
         if req.finished_reason is not None and not adapter().is_aborted(req):
+            adapter().prefer_stop(req)
             _finish(req, run)
 
 

@@ -28,9 +28,6 @@ CPU_DEFAULTS = {
 
 def command(argv: list[str]) -> int:
     """Run the server until it is stopped. Returns the exit status."""
-    cpu = not has_accelerator()
-    if cpu:  # threads that spin while they wait make a busy machine many times slower; read when torch is loaded
-        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         adapter()
         if os.environ.get("SGLANG_PLUGINS", "anabranch").split(",").count("anabranch") == 0:
@@ -49,7 +46,7 @@ def command(argv: list[str]) -> int:
     load_plugins()
     try:
         hooks.verify()
-        args = prepare_server_args(with_defaults(argv, cpu=cpu))
+        args = prepare_server_args(with_defaults(argv, cpu=not has_accelerator()))
         startup.refuse_flags(args)
     except UnsupportedSGLang as error:
         print(f"anabranch serve: {error}", file=sys.stderr)

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.schedule_batch import FINISH_ABORT, FINISH_MATCHED_STR, FINISH_MATCHED_TOKEN, Req
+from sglang.srt.managers.schedule_batch import (
+    FINISH_ABORT,
+    FINISH_LENGTH,
+    FINISH_MATCHED_STR,
+    FINISH_MATCHED_TOKEN,
+    Req,
+)
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 NAN_REASON = "NaN happened"  # how SGLang reports a token that no model could have sampled
@@ -61,6 +67,16 @@ def is_stub(req: Req, context: int) -> bool:
     return req.to_finish is not None and len(req.full_untruncated_fill_ids) <= context
 
 
+def prefer_stop(req: Req) -> None:
+    """Make a stop that falls on the last allowed token a stop. SGLang looks at the limit first, and then no further."""
+    reason, length = req.finished_reason, req.finished_len
+    if not isinstance(reason, FINISH_LENGTH) or length != len(req.output_ids):
+        return
+    req.finished_reason = None
+    if not (req._check_str_based_finish() or req._check_token_based_finish(list(req.output_ids[-1:]))):
+        req.finished_reason, req.finished_len = reason, length
+
+
 def matched_token(req: Any) -> int | None:
     """The stop token that ended the request; None if something else ended it."""
     reason = req.finished_reason
@@ -95,6 +111,13 @@ def live_ids(scheduler: Any) -> Iterator[str]:
     yield from (req.rid for req in scheduler.grammar_manager.grammar_queue)
     if scheduler.chunked_req is not None:
         yield scheduler.chunked_req.rid
+
+
+def nothing_runs(scheduler: Any) -> bool:
+    """Whether only the waiting queue has requests, so that no memory will come free by itself."""
+    batches = [scheduler.running_batch, scheduler.last_batch]
+    idle = all(batch is None or batch.is_empty() for batch in batches)
+    return idle and scheduler.chunked_req is None and not getattr(scheduler, "result_queue", ())
 
 
 def send_abort(scheduler: Any, received: Any, reason: dict[str, Any]) -> None:
