@@ -58,7 +58,7 @@ def report(name: str, result: Generation[State]) -> str:
     """One answer, and how many of the tokens that it needed existed already."""
     used = result.usage
     return (
-        f"\n{name} (reused {used.reused_tokens}, recomputed {used.computed_tokens}, generated {used.generated_tokens})"
+        f"\n{name} (reused {used.reused_tokens}, computed {used.computed_tokens}, generated {used.generated_tokens})"
         f"\n  {' '.join(result.text.split())}{' ...' if result.finish_reason == 'length' else ''}"
     )
 

@@ -74,7 +74,7 @@ async def main() -> None:
         print(f"\n{render.tree(digest.answer)}")
         for name, result in {**digest.summaries, "all together": digest.answer}.items():
             used = result.usage
-            print(f"\n{name} (reused {used.reused_tokens}, recomputed {used.computed_tokens})")
+            print(f"\n{name} (reused {used.reused_tokens}, computed {used.computed_tokens})")
             print(f"  {' '.join(result.text.split())}{' ...' if result.finish_reason == 'length' else ''}")
         print(f"\nIn total: {digest.reused_tokens} tokens reused, {digest.computed_tokens} computed")
 

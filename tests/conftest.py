@@ -40,7 +40,7 @@ def stepped(model_dir: Path, logs: Path) -> Iterator[Served]:
         yield served
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def unextended(model_dir: Path, logs: Path) -> Iterator[Served]:
     """SGLang without our plugin; only the platform that lets it run on a CPU."""
     flags = (*SMALL, "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native")

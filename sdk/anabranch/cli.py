@@ -15,7 +15,10 @@ from anabranch.errors import AnabranchError
 from anabranch.sync import Client
 
 GROUP = "anabranch.commands"
-ADDED = {"serve": "start a server (SGLang with anabranch)", "model": "fetch and list models"}
+ADDED = {
+    "serve": "start a server (SGLang with anabranch)",
+    "model": "fetch a small model (pull), say where it is (path)",
+}
 """Commands that need `anabranch[server]`, and what they do."""
 
 

@@ -17,11 +17,15 @@ from anabranch.transport import Body, EventStream, Transport
 
 T = TypeVar("T")
 
-RETRIED_STATUS = frozenset({429, 502, 503, 504})
+BUSY = frozenset({429, 503})
+"""The server refused before it began."""
+BAD_GATEWAY = frozenset({502, 504})
+"""Something between lost the answer: the server may have begun."""
 
 
 class Retrying:
-    """Tries again after a failed connect, a lost connection of a request without effect, and status 429, 502, 503, 504.
+    """Tries again after a failed connect and status 429 or 503; and, if the request has no effect, after a lost
+    connection and status 502 or 504.
 
     It waits as long as Retry-After says (more than a minute: the error is raised at once), else 0.5 s, doubled each
     time up to 8 s, minus up to a quarter at random. A stream is retried only until the server begins to answer.
@@ -66,7 +70,8 @@ class Retrying:
     def _pause(self, error: AnabranchError, failures: int, repeatable: bool) -> float | None:
         """Seconds to wait before the next attempt; None: this error is final."""
         backoff = min(FIRST_BACKOFF * 2 ** min(failures, 16), LAST_BACKOFF) * (1 - 0.25 * self._chance())
-        if isinstance(error, APIStatusError) and error.status in RETRIED_STATUS:
+        retried = BUSY | BAD_GATEWAY if repeatable else BUSY
+        if isinstance(error, APIStatusError) and error.status in retried:
             if error.retry_after is None:
                 return backoff
             return error.retry_after if error.retry_after <= LONGEST_RETRY_AFTER else None

@@ -20,6 +20,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -143,6 +144,8 @@ def pull(
         if is_pulled(name, target) and not force:  # by another process, while this one waited
             return target
         _refuse_foreign(target)
+        if convert is None:
+            _need_extra()
         with _workdir(target) as work:
             _need_disk(source, work)
             try:
@@ -172,6 +175,13 @@ def _make(name: str, source: Source, work: Path, progress: Progress, fetch: Fetc
         file.chmod(0o644)
     made.chmod(0o755)
     return made
+
+
+def _need_extra() -> None:
+    missing = [name for name in ("gguf", "safetensors", "tokenizers", "torch", "transformers") if not find_spec(name)]
+    if missing:
+        hint = "Run: pip install 'anabranch[server]'"
+        raise PullError("missing_extra", f"converting a model needs {', '.join(missing)}", hint)
 
 
 def _convert(source: Source, gguf_file: Path, out: Path, progress: Progress) -> None:

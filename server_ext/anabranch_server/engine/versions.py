@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 
 ADAPTERS = {"0.5.17": "v0_5_17"}
@@ -18,7 +18,11 @@ class UnsupportedSGLang(RuntimeError):
 
 
 def installed() -> str:
-    return version("sglang")
+    """The installed SGLang; raises UnsupportedSGLang if there is none."""
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise UnsupportedSGLang("SGLang is not installed. Run: pip install 'anabranch[server]'") from None
 
 
 @cache
