@@ -55,14 +55,18 @@ class Served:
         return self.get("/anabranch/v1/stats").json()
 
     def release_all(self) -> dict[str, int]:
-        """Release every state; returns the stats when nothing runs any more."""
+        """Release every state; returns the stats when nothing runs any more, the server's own warm-up included."""
+        self._idle()
+        for state in self.get("/anabranch/v1/states").json()["states"]:
+            self.delete(f"/anabranch/v1/states/{state['id']}")
+        return self._idle()
+
+    def _idle(self) -> dict[str, int]:
         deadline = time.monotonic() + 60
         while (stats := self.stats())["running"] or stats["waiting"] or stats["in_use_tokens"]:
             assert time.monotonic() < deadline, f"requests never end: {stats}"
             time.sleep(0.05)
-        for state in self.get("/anabranch/v1/states").json()["states"]:
-            self.delete(f"/anabranch/v1/states/{state['id']}")
-        return self.stats()
+        return stats
 
 
 @contextmanager
