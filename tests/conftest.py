@@ -44,7 +44,7 @@ def stepped(model_dir: Path, logs: Path) -> Iterator[Served]:
 def unextended(model_dir: Path, logs: Path) -> Iterator[Served]:
     """SGLang without our plugin; only the platform that lets it run on a CPU."""
     flags = (*SMALL, "--device", "cpu", "--dtype", "float32", "--attention-backend", "torch_native")
-    flags += ("--disable-cuda-graph", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.3")
+    flags += ("--disable-cuda-graph", "--sampling-backend", "pytorch", "--mem-fraction-static", "0.8")
     with serve(
         model_dir,
         (*flags, "--sleep-on-idle"),

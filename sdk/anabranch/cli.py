@@ -20,6 +20,8 @@ ADDED = {
     "model": "fetch a small model (pull), say where it is (path)",
 }
 """Commands that need `anabranch[server]`, and what they do."""
+PER_TENANT = ("states", "running", "waiting", "held_tokens", "evicted_tokens", "expired", "failed", "rejected")
+"""The counts that `stats` shows of every API key."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,18 +89,27 @@ def _ping(client: Client) -> None:
 
 def _states(client: Client) -> None:
     states = client.states()
-    print(f"{'id':<34}{'status':<9}{'input':>8}{'generated':>11}{'context':>9}{'start':>8}{'refs':>6}")
+    head = f"{'id':<34}{'status':<9}{'kv':<10}{'lease':>7}{'input':>8}{'generated':>11}{'context':>9}{'start':>8}"
+    print(f"{head}{'refs':>6}")
     for one in states:
+        kv = "-" if one.status != "sealed" else "resident" if one.resident else "evicted"
+        lease = "-" if one.lease is None else f"{one.lease:.0f}s"
         print(
-            f"{one.id:<34}{one.status:<9}{one.input_tokens:>8}{one.generated_tokens:>11}"
+            f"{one.id:<34}{one.status:<9}{kv:<10}{lease:>7}{one.input_tokens:>8}{one.generated_tokens:>11}"
             f"{one.context_tokens:>9}{one.start:>8}{len(one.refs):>6}"
         )
     print(f"{len(states)} states")
 
 
 def _stats(client: Client) -> None:
-    for name, value in client.stats().model_dump().items():
-        print(f"{name:<18}{value:>12}")
+    stats = client.stats()
+    for name, value in stats.model_dump(exclude={"tenants"}).items():
+        print(f"{name:<20}{'-' if value is None else value:>12}")
+    if stats.tenants:
+        print()
+        print(f"{'tenant':<20}" + "".join(f"{name:>{len(name) + 2}}" for name in PER_TENANT))
+    for one in stats.tenants:
+        print(f"{one.tenant:<20}" + "".join(f"{getattr(one, name):>{len(name) + 2}}" for name in PER_TENANT))
 
 
 if __name__ == "__main__":

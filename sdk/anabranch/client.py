@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self, cast
 
-from anabranch.config import resolve
+from anabranch.config import OnLost, resolve
 from anabranch.errors import InvalidRequestError
 from anabranch.graph import Node, Rules
 from anabranch.retry import Retrying
@@ -26,7 +26,15 @@ class AsyncClient:
     `base_url`: else ANABRANCH_BASE_URL, else http://127.0.0.1:30000. `api_key`: else ANABRANCH_API_KEY.
     `timeout`: seconds to wait for an answer or a stream's next event (600). `max_retries`: 2; see `Retrying`.
     `transport` replaces HTTP, for example by `anabranch.testing.FakeServer`.
-    Close it with `async with` or `aclose()`; states stay on the server, see `scope` and `release`.
+
+    `lease`: else ANABRANCH_LEASE, else 300: seconds for which the server keeps a state that is neither used nor
+    renewed. In the background the client renews the states that it holds: those that your program can still name, by
+    a `State` in hand or one that was made from it. What nobody can name expires, and so does everything one lease after
+    the client was closed or died; `state.renew(lease=...)` gives a state a longer life.
+    `on_lost`: "rebuild" makes states that the server lost (an expired lease, a restart) again when they are next
+    needed, with the tokens that they had generated; "error" raises StateNotFoundError.
+
+    Close it with `async with` or `aclose()`. To give states up before their leases end, see `scope` and `release`.
     """
 
     def __init__(
@@ -36,11 +44,16 @@ class AsyncClient:
         api_key: str | None = None,
         timeout: float | None = None,
         max_retries: int | None = None,
+        lease: float | None = None,
+        on_lost: OnLost = "error",
         transport: Transport | None = None,
     ) -> None:
-        self.config = resolve(base_url, api_key=api_key, timeout=timeout, max_retries=max_retries)
+        self.config = resolve(
+            base_url, api_key=api_key, timeout=timeout, max_retries=max_retries, lease=lease, on_lost=on_lost
+        )
         inner = HTTPTransport(self.config) if transport is None else transport
-        self.session = Session(Retrying(inner, max_retries=self.config.max_retries))
+        transport = Retrying(inner, max_retries=self.config.max_retries)
+        self.session = Session(transport, lease=self.config.lease, on_lost=on_lost)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.config.base_url!r}{', closed' if self.session.closed else ''})"
@@ -55,7 +68,7 @@ class AsyncClient:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Stop what is under way and close the connections. Closing twice is fine."""
+        """Stop what is under way, and renewing, and close the connections. Closing twice is fine."""
         await self.session.aclose()
 
     # ------------------------------------------------------------ states
@@ -89,7 +102,7 @@ class AsyncClient:
         return Scope(self.session)
 
     async def release(self, *states: State) -> None:
-        """Give states up, concurrently. All are tried; then the first error, if any, is raised."""
+        """Give states up, all in one request. If it fails, it can be tried again."""
         for state in states:
             self.session.check_own(state.session)
         await self.session.release(*(state.node for state in states))
@@ -101,7 +114,7 @@ class AsyncClient:
         return (await self.session.get("states", StateList)).states
 
     async def stats(self) -> Stats:
-        """Counts of states and of KV tokens on the server."""
+        """Counts of states and of KV tokens on the server: this API key's, or, for the operator's key, everybody's."""
         return await self.session.get("stats", Stats)
 
     async def health(self) -> Health:

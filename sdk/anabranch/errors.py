@@ -109,7 +109,8 @@ class UnauthorizedError(APIStatusError):
 
 
 class StateNotFoundError(APIStatusError):
-    """The server does not know the state: its request failed, or the server was restarted."""
+    """The server does not know the state: its lease ran out, or the server was restarted. `AsyncClient` can make lost
+    states again (`on_lost`)."""
 
     code = "state_not_found"
 

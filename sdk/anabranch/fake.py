@@ -1,17 +1,19 @@
-"""What a state sees, computed token by token: the rules behind `testing.FakeServer`.
+"""What a state sees, computed token by token, and how long it is there: the rules behind `testing.FakeServer`.
 
-It is written to be short, not fast, and knows neither requests nor replies. The server has its own compiler.
+It is written to be short, not fast, and knows neither paths nor replies. The server has its own compiler and store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from anabranch import wire
 from anabranch.errors import BY_CODE, APIStatusError
 
+Done: TypeAlias = tuple[wire.GenerateRequest, wire.GenerateResponse]
 Instance: TypeAlias = tuple[str, int]
 """A token instance: own token number i of a state."""
 
@@ -38,6 +40,7 @@ class FakeState:
     start: int
     words: tuple[str, ...]
     input_tokens: int
+    lease: float | None
 
     @property
     def info(self) -> wire.StateInfo:
@@ -49,6 +52,7 @@ class FakeState:
             start=self.start,
             context_tokens=len(self.visible),
             refs=self.request.refs,
+            lease=self.lease,
         )
 
     @property
@@ -110,3 +114,72 @@ def explain(visible: Mapping[Instance, Seen], start: int, states: Mapping[str, F
             )
         )
     return wire.Explanation(intervals=tuple(intervals), start=start, context_tokens=len(visible))
+
+
+@dataclass(slots=True)
+class FakeStore:
+    """Which states there are. Those that are gone stay in `states`: descendants may still see their tokens."""
+
+    states: dict[str, FakeState] = field(default_factory=dict[str, FakeState])
+    gone: dict[str, wire.ErrorCode] = field(default_factory=dict[str, wire.ErrorCode])
+    done: dict[str, Done] = field(default_factory=dict[str, Done])
+    """What a request that is repeated gets; forgotten with the state, so that it can be made again."""
+    counts: Counter[str] = field(default_factory=Counter[str])
+
+    @property
+    def held(self) -> list[FakeState]:
+        return [state for name, state in self.states.items() if name not in self.gone]
+
+    def state(self, name: str, param: str = "id") -> FakeState:
+        if name not in self.states:
+            raise refusal("state_not_found", f"there is no state {name}", param)
+        if name in self.gone:
+            raise refusal(self.gone[name], f"state {name} is gone", param)
+        return self.states[name]
+
+    def parents(self, spec: wire.ContextSpec) -> dict[str, FakeState]:
+        return {ref.id: self.state(ref.id, "refs") for ref in spec.refs}
+
+    def repeated(self, request: wire.GenerateRequest) -> wire.GenerateResponse | None:
+        """The result of the same request; a different one under the same id is refused."""
+        if self.gone.get(request.id) == "state_released" and not request.again and request.id not in self.done:
+            raise refusal("state_released", f"state {request.id} was released", "id")
+        before, response = self.done.get(request.id, (request, None))
+        if before != request:
+            raise refusal("invalid_request", f"the id {request.id} is already in use by another request", "id")
+        return response
+
+    def seal(self, state: FakeState, response: wire.GenerateResponse) -> None:
+        """A request ended, and left a state or not."""
+        name = state.request.id
+        self.counts["cancelled" if response.finish_reason == "cancelled" else "created"] += 1
+        if response.finish_reason != "cancelled" or response.kept:
+            self.states[name] = state
+            self.done[name] = (state.request, response)
+            self.gone.pop(name, None)
+            if not response.kept:
+                self.gone[name] = "state_released"
+
+    def renew(self, ids: Iterable[str], lease: float | None) -> wire.Renewal:
+        renewed, lost = self._there(ids)
+        for name in renewed:
+            self.states[name] = replace(self.states[name], lease=lease or self.states[name].lease)
+        return wire.Renewal(renewed=renewed, lost=lost)
+
+    def release(self, ids: Iterable[str]) -> wire.Released:
+        released, unknown = self._there(ids)
+        self._end(released, "state_released", "freed")
+        return wire.Released(released=released, unknown=unknown)
+
+    def expire(self, ids: Iterable[str]) -> None:
+        self._end(self._there(ids)[0], "state_not_found", "expired")
+
+    def _there(self, ids: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        known, held = dict.fromkeys(ids), {state.request.id for state in self.held}
+        return tuple(name for name in known if name in held), tuple(name for name in known if name not in held)
+
+    def _end(self, ids: Iterable[str], code: wire.ErrorCode, event: str) -> None:
+        for name in ids:
+            self.gone[name] = code
+            del self.done[name]
+            self.counts[event] += 1

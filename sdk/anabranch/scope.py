@@ -37,7 +37,8 @@ class Scope:
         self.open = False
 
     def keep(self, *states: State) -> None:
-        """Exclude states from the release. An enclosing scope, if there is one, owns them from now on."""
+        """Exclude states from the release. An enclosing scope, if there is one, owns them from now on; without one,
+        they are kept as long as their leases are renewed."""
         for state in states:
             self.session.check_own(state.session)
             self._kept.add(state.node)

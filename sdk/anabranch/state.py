@@ -5,7 +5,7 @@ Building is local and free; it holds no knowledge of the server, which the clien
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Unpack, overload
 
@@ -18,16 +18,18 @@ from anabranch.results import Explanation, Generation, generation
 from anabranch.sampling import SamplingArgs, sampling_from
 from anabranch.session import Session
 from anabranch.stream import Stream
-from anabranch.wire import GenerateResponse, MessagePiece, Piece, Sampling, TextPiece, TokensPiece
+from anabranch.transport import EventStream
+from anabranch.wire import GenerateResponse, MessagePiece, Piece, Sampling, StateInfo, TextPiece, TokensPiece
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class State:
     """A point of the graph: references to earlier states, and own tokens.
 
-    Every method that builds returns a new state and sends nothing. `fork`, `generate`, `stream`, `explain` and
+    Every method that builds returns a new state and sends nothing. `fork`, `generate`, `stream`, `explain`, `renew` and
     `release` talk to the server; what they need there and is missing is computed first, each state once.
-    A released state can no longer be used (StateReleasedError, before anything is sent).
+    A released state can no longer be used (StateReleasedError, before anything is sent). One that the server lost
+    cannot either (StateNotFoundError), unless the client was told to make lost states again.
     """
 
     session: Session
@@ -44,7 +46,8 @@ class State:
 
     @property
     def standing(self) -> str:
-        """`local`, `on server`, `uncertain` (asked for, not answered) or `released`, as far as the client knows."""
+        """`local`, `on server`, `uncertain` (asked for, not answered), `lost` or `released`, as far as the client
+        knows."""
         return self.session.record(self.node).standing.value
 
     def __repr__(self) -> str:
@@ -143,6 +146,7 @@ class State:
         *,
         role: str | None = None,
         keep: bool = True,
+        keep_partial: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[SamplingArgs],
     ) -> Generation[State]:
@@ -152,10 +156,12 @@ class State:
         to generate several times from one long input, `fork` first, so that it is computed once. A fork of a
         conversation that ends with the user's message needs no text: its answer is due.
         `keep=False`: the new state is not kept, its `Generation.state` cannot be used. `timeout`: seconds (600).
+        Cancelling the task cancels the generation. If somebody else does, the result's `finish_reason` is "cancelled",
+        and its state can be used only with `keep_partial=True`.
         Raises InvalidRequestError for no input or bad arguments, before anything is sent; else what the server says.
         """
         node, wanted = self._run(text, role, sampling, timeout)
-        response = await self.session.generate(node, wanted, keep=keep, timeout=timeout)
+        response = await self.session.generate(node, wanted, keep=keep, keep_partial=keep_partial, timeout=timeout)
         return generation(response, State(self.session, node))
 
     def stream(
@@ -164,11 +170,13 @@ class State:
         *,
         role: str | None = None,
         keep: bool = True,
+        keep_partial: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[SamplingArgs],
     ) -> Stream[State]:
         """As `generate`, but the output comes while it is made: `async with state.stream(...) as s`.
 
+        `keep_partial=True`: if it is left early or cancelled, `s.final()` gives what was generated so far, in a state.
         `timeout`: seconds to wait for each event. Nothing is sent before the stream is entered.
         """
         node, wanted = self._run(text, role, sampling, timeout)
@@ -176,11 +184,22 @@ class State:
         def finished(response: GenerateResponse) -> Generation[State]:
             return generation(self.session.accept(node, response), State(self.session, node))
 
-        return Stream(lambda: self.session.open_stream(node, wanted, keep=keep, timeout=timeout), finished)
+        def start() -> Awaitable[EventStream]:
+            return self.session.open_stream(node, wanted, keep=keep, keep_partial=keep_partial, timeout=timeout)
+
+        return Stream(start, finished, lambda: self.session.cancel(node), finish=keep_partial)
 
     async def explain(self) -> Explanation:
         """Which tokens this state sees, at which native and effective positions, and where new tokens start."""
         return await self.session.explain(self.node)
+
+    async def renew(self, lease: float | None = None) -> StateInfo:
+        """Begin this state's lease anew, and with `lease` (seconds), let it be that long from now on.
+
+        The client does so by itself for what it holds, see `AsyncClient`; a long lease outlives the client. A server
+        may allow less than was asked for: the answer's `lease` says how long the state will be kept.
+        """
+        return await self.session.renew(self.node, lease)
 
     async def release(self) -> None:
         """Give this state up on the server. What its descendants still see stays there for them.

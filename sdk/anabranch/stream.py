@@ -5,6 +5,7 @@ It knows no HTTP: events come parsed from the transport.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Generic, Self, TypeAlias, TypeVar
@@ -24,16 +25,25 @@ class Stream(Generic[S]):
     """From `state.stream(...)`; use it with `async with`, which sends the request and, at the end, closes it.
 
     Iterate over it for events, or over `text()` for text; `final()` reads what is left. Leaving early cancels the
-    generation on the server. Errors are typed: on entering, or while reading; APIConnectionError if the stream ends
-    without its final event.
+    generation on the server; with `keep_partial`, `final()` then gives what was generated so far, unless it was left
+    by an exception. `cancel()` does both at once, also from another task. Errors are typed: on entering, or while
+    reading; APIConnectionError if the stream ends without its final event.
     """
 
     def __init__(
-        self, start: Callable[[], Awaitable[EventStream]], finished: Callable[[GenerateResponse], Generation[S]]
+        self,
+        start: Callable[[], Awaitable[EventStream]],
+        finished: Callable[[GenerateResponse], Generation[S]],
+        cancel: Callable[[], Awaitable[None]],
+        *,
+        finish: bool = False,
     ) -> None:
         self._start = start
         self._finished = finished
+        self._cancel = cancel
+        self._finish = finish
         self._events: EventStream | None = None
+        self._reading = asyncio.Lock()
         self._result: Generation[S] | None = None
         self._over = False
 
@@ -46,7 +56,11 @@ class Stream(Generic[S]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
+        try:
+            if self._finish and kind is None and not self._over:
+                await self.cancel()
+        finally:
+            await self.aclose()
 
     async def aclose(self) -> None:
         """Close the connection. If the generation has not finished, the server cancels it."""
@@ -58,19 +72,20 @@ class Stream(Generic[S]):
         return self
 
     async def __anext__(self) -> StreamEvent:
-        if self._over:
-            raise StopAsyncIteration
-        if self._events is None:
+        if self._events is None and not self._over:
             raise AnabranchError("the stream is not open", hint="use it with `async with`")
-        try:
-            event = await self._next(self._events)
-        except AnabranchError:
-            self._over = True
-            raise
-        if isinstance(event, FinalEvent):
-            self._over = True
-            self._result = self._finished(event.response)
-        return event
+        async with self._reading:  # several tasks may read: each event goes to one of them
+            if self._over or self._events is None:
+                raise StopAsyncIteration
+            try:
+                event = await self._next(self._events)
+            except AnabranchError:
+                self._over = True
+                raise
+            if isinstance(event, FinalEvent):
+                self._over = True
+                self._result = self._finished(event.response)
+            return event
 
     async def text(self) -> AsyncIterator[str]:
         """The text as it comes, in pieces that are not empty."""
@@ -85,6 +100,15 @@ class Stream(Generic[S]):
         if self._result is None:
             raise AnabranchError("the stream was closed, or failed, before its result came")
         return self._result
+
+    async def cancel(self) -> Generation[S]:
+        """Stop the generation, and return what it came to: its `finish_reason` is "cancelled" unless it had ended.
+
+        The result's state can be used if the stream was asked for with `keep_partial=True`, or had ended.
+        """
+        if self._events is not None and not self._over:
+            await self._cancel()
+        return await self.final()
 
     async def _next(self, events: EventStream) -> StreamEvent:
         async for event in events:

@@ -19,6 +19,7 @@ from anabranch import scope as async_scope
 from anabranch import state as async_state
 from anabranch import stream as async_stream
 from anabranch.client import AsyncClient
+from anabranch.config import OnLost
 from anabranch.errors import ClientClosedError
 from anabranch.graph import Reference, Rules
 from anabranch.results import Explanation, Generation
@@ -107,11 +108,12 @@ class State:
         *,
         role: str | None = None,
         keep: bool = True,
+        keep_partial: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[SamplingArgs],
     ) -> Generation[State]:
-        call = partial(self.inner.generate, text, role=role, keep=keep, timeout=timeout, **sampling)
-        return self._generation(self.loop.run(call))
+        call = partial(self.inner.generate, text, role=role, keep=keep, keep_partial=keep_partial, timeout=timeout)
+        return self._generation(self.loop.run(partial(call, **sampling)))
 
     def stream(
         self,
@@ -119,14 +121,18 @@ class State:
         *,
         role: str | None = None,
         keep: bool = True,
+        keep_partial: bool = False,
         timeout: float | None = None,
         **sampling: Unpack[SamplingArgs],
     ) -> Stream:
-        inner = self.inner.stream(text, role=role, keep=keep, timeout=timeout, **sampling)
+        inner = self.inner.stream(text, role=role, keep=keep, keep_partial=keep_partial, timeout=timeout, **sampling)
         return Stream(self.loop, inner, self._generation)
 
     def explain(self) -> Explanation:
         return self.loop.run(self.inner.explain)
+
+    def renew(self, lease: float | None = None) -> StateInfo:
+        return self.loop.run(partial(self.inner.renew, lease))
 
     def release(self) -> None:
         self.loop.run(self.inner.release)
@@ -153,7 +159,7 @@ class Stream:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.loop.run(partial(self.inner.__aexit__, kind, error, trace))
 
     def __iter__(self) -> Iterator[StreamEvent]:
         while (event := self.loop.run(partial(_next, self.inner))) is not None:
@@ -166,6 +172,9 @@ class Stream:
 
     def final(self) -> Generation[State]:
         return self.finished(self.loop.run(self.inner.final))
+
+    def cancel(self) -> Generation[State]:
+        return self.finished(self.loop.run(self.inner.cancel))
 
     def close(self) -> None:
         self.loop.run(self.inner.aclose)
@@ -203,10 +212,18 @@ class Client:
         api_key: str | None = None,
         timeout: float | None = None,
         max_retries: int | None = None,
+        lease: float | None = None,
+        on_lost: OnLost = "error",
         transport: Transport | None = None,
     ) -> None:
         self.inner = AsyncClient(
-            base_url, api_key=api_key, timeout=timeout, max_retries=max_retries, transport=transport
+            base_url,
+            api_key=api_key,
+            timeout=timeout,
+            max_retries=max_retries,
+            lease=lease,
+            on_lost=on_lost,
+            transport=transport,
         )
         self._exit = ExitStack()
         self.loop = Loop(self._exit.enter_context(start_blocking_portal("asyncio")))

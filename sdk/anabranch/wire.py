@@ -12,6 +12,8 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstrai
 MAX_BODY_BYTES = 8 * 1024 * 1024
 MAX_REFS = 1024
 MAX_PIECES = 4096
+MAX_IDS = 4096
+MAX_LEASE = 7 * 24 * 3600.0
 _INT31 = 2**31 - 1
 
 ErrorCode: TypeAlias = Literal[
@@ -50,6 +52,10 @@ Index: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
 Position: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
 """A rotary position."""
 TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
+
+
+Lease: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=MAX_LEASE)]
+"""Seconds for which a state is kept after it was last used or renewed."""
 
 
 class Wire(BaseModel):
@@ -108,13 +114,20 @@ Place: TypeAlias = Annotated[
 
 
 class ContextSpec(Wire):
-    """Which tokens a new state sees, and where. Also what `custom_params["anabranch"]` carries, as a JSON string."""
+    """Which tokens a new state sees, and where, and how long it is kept. Also what `custom_params["anabranch"]`
+    carries, as a JSON string.
+
+    `keep_partial`: a generation that is cancelled leaves a state too, of what was generated so far. `lease`: none
+    means the server's default.
+    """
 
     id: StateId | None = None
     refs: tuple[Ref, ...] = Field(default=(), max_length=MAX_REFS)
     place: Place | None = None
     rules: Literal["strict"] | None = None
     keep: bool = Field(default=True, strict=True)
+    keep_partial: bool = Field(default=False, strict=True)
+    lease: Lease | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> ContextSpec:
@@ -196,12 +209,25 @@ class Sampling(Wire):
 
 
 class GenerateRequest(ContextSpec):
-    """`POST /anabranch/v1/generate`. `sampling.max_tokens = 0` computes the state and generates nothing."""
+    """`POST /anabranch/v1/generate`. `sampling.max_tokens = 0` computes the state and generates nothing.
+
+    Sent again with the same id and body, it attaches to the first or returns its result; another body is refused.
+    `again` makes a state once more that was lost or released; if it had generated, `generated` are those tokens: they
+    follow the input and count as generated.
+    """
 
     id: StateId  # pyright: ignore[reportIncompatibleVariableOverride, reportGeneralTypeIssues]
     input: tuple[Piece, ...] = Field(default=(), max_length=MAX_PIECES)
+    again: bool = Field(default=False, strict=True)
+    generated: tuple[TokenId, ...] | None = None
     sampling: Sampling = Sampling()
     stream: bool = Field(default=False, strict=True)
+
+    @model_validator(mode="after")
+    def _generated_before(self) -> GenerateRequest:
+        if (self.again or self.generated is not None) and self.sampling.max_tokens:
+            raise ValueError("a state that is made again generates nothing new: max_tokens must be 0")
+        return self
 
 
 class ExplainRequest(Wire):
@@ -215,6 +241,25 @@ class ExplainRequest(Wire):
         if (self.id is None) == (self.spec is None):
             raise ValueError("give either id or spec")
         return self
+
+
+class RenewRequest(Wire):
+    """`POST /anabranch/v1/states/renew`: begin the leases of these states anew. `lease`: none means as before."""
+
+    ids: Annotated[tuple[StateId, ...], Field(max_length=MAX_IDS)]
+    lease: Lease | None = None
+
+
+class RenewOneRequest(Wire):
+    """`POST /anabranch/v1/states/{id}/renew`."""
+
+    lease: Lease | None = None
+
+
+class ReleaseRequest(Wire):
+    """`POST /anabranch/v1/states/release`: give these states up, all in one step."""
+
+    ids: Annotated[tuple[StateId, ...], Field(max_length=MAX_IDS)]
 
 
 # ---------------------------------------------------------------- what comes back
@@ -253,7 +298,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 class GenerateResponse(Reply):
     """The whole result. `tokens` are the generated tokens that the new state owns, so a matched stop token or stop
-    string is not among them. `kept` is false if the request asked not to keep the state."""
+    string is not among them. `kept` is false if there is no state: the request asked not to keep it, or it was
+    cancelled (with `keep_partial`, a cancelled one may be kept)."""
 
     id: StateId
     text: str
@@ -332,7 +378,8 @@ class Explanation(Reply):
 
 class StateInfo(Reply):
     """A state on the server. Own tokens are `input_tokens` and then `generated_tokens`; they sit at native positions
-    `start`, `start + 1`, ... One that waits for a parent has no counts yet."""
+    `start`, `start + 1`, ... One that waits for a parent has no counts yet. `lease`: seconds left. `resident`: whether
+    its KV is in memory; if not, it is computed again when it is next needed."""
 
     id: StateId
     status: Literal["waiting", "running", "sealed"]
@@ -341,28 +388,71 @@ class StateInfo(Reply):
     start: int
     context_tokens: int
     refs: tuple[Ref, ...] = ()
+    lease: float | None = None
+    resident: bool = True
 
 
 class StateList(Reply):
     states: tuple[StateInfo, ...]
 
 
-class Stats(Reply):
-    """Counts of states and of KV tokens. `held_tokens` belong to states; `free + evictable + held + in_use` is the
-    pool's `total_tokens`."""
+class Renewal(Reply):
+    """Which of the states are there, and which are not: expired, released, or never made."""
 
-    states: int
-    running: int
-    waiting: int
+    renewed: tuple[StateId, ...] = ()
+    lost: tuple[StateId, ...] = ()
+
+
+class Released(Reply):
+    """Which of the states were given up, and which were not there."""
+
+    released: tuple[StateId, ...] = ()
+    unknown: tuple[StateId, ...] = ()
+
+
+class Counts(Reply):
+    """States by condition, KV tokens, and events since the server started; of one API key, or of all.
+
+    `held_tokens` are in memory for states; of these, `shared_tokens` are seen by several states or requests,
+    `pinned_tokens` belong to segments that a running request reads, and `reclaimable_tokens` can be evicted and
+    computed again. `evicted_tokens` are not in memory.
+    """
+
+    states: int = 0
+    running: int = 0
+    waiting: int = 0
+    evicted_states: int = 0
+    held_tokens: int = 0
+    shared_tokens: int = 0
+    pinned_tokens: int = 0
+    reclaimable_tokens: int = 0
+    evicted_tokens: int = 0
+    created: int = 0
+    freed: int = 0
+    expired: int = 0
+    lost: int = 0
+    cancelled: int = 0
+    failed: int = 0
+    rejected: int = 0
+    evictions: int = 0
+    rebuilds: int = 0
+
+
+class TenantCounts(Counts):
+    """The counts of one API key, under the name that the operator gave it."""
+
+    tenant: str
+
+
+class Stats(Counts):
+    """The caller's counts. To the operator: those of all keys, key by key too, and the pool, in which
+    `free + evictable + held + in_use` is `total_tokens` (`evictable` is SGLang's own prefix cache)."""
+
     total_tokens: int
-    free_tokens: int
-    evictable_tokens: int
-    held_tokens: int
-    in_use_tokens: int
-    created: int
-    freed: int
-    failed: int
-    rejected: int
+    free_tokens: int | None = None
+    evictable_tokens: int | None = None
+    in_use_tokens: int | None = None
+    tenants: tuple[TenantCounts, ...] = ()
 
 
 class Health(Reply):

@@ -20,6 +20,11 @@ class Refusal(Exception):
         self.hint = hint
         self.param = param
 
+    @classmethod
+    def of(cls, body: ErrorBody) -> Refusal:
+        """The refusal that another process had put into a body."""
+        return cls(body.code, body.message, hint=body.hint, param=body.param)
+
     @property
     def status(self) -> int:
         return HTTP_STATUS[self.code]

@@ -258,7 +258,7 @@ def fetch_wheel(source: Source, work: Path, progress: Progress) -> Path:
         try:
             while (code := _wait(process, seconds=2)) is None:
                 got = sum(_size(file) for file in work.rglob("*.whl"))
-                progress.count("MB", min(got, source.size) // MB, source.size // MB)
+                progress.count("MB", min(got, source.size) // MB, max(1, source.size // MB))
         finally:
             process.kill()
             process.wait()

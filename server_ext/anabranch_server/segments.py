@@ -1,6 +1,7 @@
 """Segments and intervals: tokens whose KV exists once, and the parts of them that one consumer sees.
 
-No policy, no ownership: who keeps a segment alive is the store's business, where an interval sits is `positions.py`'s.
+No policy, no ownership: who keeps a segment alive is `holdings.py`'s business, where an interval sits is
+`positions.py`'s.
 """
 
 from __future__ import annotations
@@ -13,17 +14,21 @@ from typing import Any
 
 @dataclass(slots=True, eq=False)
 class Segment:
-    """The own tokens of one state. Token `i` was computed at native position `start + i`.
+    """The own tokens of one state. Token `i` was computed at native position `start + i`, while `context` was visible.
 
-    `slots` is the engine's handle of where the KV lies; the core never looks into it.
-    `keepers` counts the states and running requests that need the segment; at 0 it is freed.
+    `slots` is the engine's handle of where the KV lies; the core never looks into it. None: it is not in memory.
+    `stamp` is what the KV was computed under, `owner` the tenant whose state it was.
+    Two segments of one owner with one id have equal tokens: a state that was made again.
+    `context` is None once something in it is gone: then the segment cannot be computed again.
     """
 
     id: str
     start: int
     tokens: Sequence[int]
     slots: Any
-    keepers: int = 0
+    context: tuple[Interval, ...] | None = ()
+    stamp: Any = None
+    owner: str = ""
 
     def __len__(self) -> int:
         return len(self.tokens)

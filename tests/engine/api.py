@@ -49,6 +49,10 @@ def ok(served: Served, *args: Any, **more: Any) -> wire.GenerateResponse:
     return wire.GenerateResponse.model_validate_json(answer.content)
 
 
+def cancel(served: Served, state: str) -> httpx.Response:
+    return served.post(f"/anabranch/v1/states/{state}/cancel")
+
+
 def together(served: Served, bodies: Sequence[dict[str, Any]]) -> list[wire.GenerateResponse]:
     """All at the same time, as concurrent clients."""
     with ThreadPoolExecutor(len(bodies)) as pool:

@@ -16,8 +16,10 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def crowded(model_dir: Path, logs: Path) -> Iterator[Served]:
-    """A server whose pool has 600 tokens."""
-    with serve(model_dir, (*SMALL, "--max-total-tokens", "600"), logs / "crowded.log") as served:
+    """A server whose pool has 600 tokens, and whose states stay in memory."""
+    with serve(
+        model_dir, (*SMALL, "--max-total-tokens", "600", "--anabranch-evict", "0"), logs / "crowded.log"
+    ) as served:
         yield served
         assert served.release_all()["free_tokens"] > 0
 

@@ -12,7 +12,7 @@ import pytest
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from anabranch_server.engine import hooks, startup, versions
-from anabranch_server.engine.serve import command, with_defaults
+from anabranch_server.engine.serve import run, with_defaults
 from anabranch_server.engine.versions import UnsupportedSGLang
 from anabranch_server.models import traits
 
@@ -61,7 +61,7 @@ def test_serving_without_sglang_says_what_to_install(
 
     monkeypatch.setattr(versions, "version", missing)
     versions.adapter.cache_clear()
-    assert command(["--help"]) == 2
+    assert run(["--help"]) == 2
     assert capsys.readouterr().err.strip().endswith("Run: pip install 'anabranch[server]'")
     versions.adapter.cache_clear()
 
@@ -85,6 +85,10 @@ ARGS = {
     "enable_flexkv": False,
     "kv_cache_dtype": "auto",
     "attention_backend": "anabranch",
+    "tokenizer_worker_num": 1,
+    "grpc_mode": False,
+    "smg_grpc_mode": False,
+    "api_key": None,
 }
 
 
@@ -108,6 +112,8 @@ ARGS = {
         ("enable_lmcache", True),
         ("enable_flexkv", True),
         ("kv_cache_dtype", "fp8_e4m3"),
+        ("tokenizer_worker_num", 2),
+        ("grpc_mode", True),
     ],
 )
 def test_a_flag_under_which_states_go_wrong_is_refused_by_name(flag: str, value: object):

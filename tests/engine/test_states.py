@@ -15,7 +15,7 @@ import pytest
 from pydantic import TypeAdapter
 
 from anabranch import wire
-from tests.engine.api import PATH, artifact, body, error, inherit, ok, send, together
+from tests.engine.api import PATH, artifact, body, cancel, error, inherit, ok, send, together
 from tests.serving import Served
 
 pytestmark = pytest.mark.engine
@@ -103,8 +103,8 @@ def test_a_child_of_a_failed_parent_fails(served: Served):
     child = body([inherit(parent["id"])], " and", 2)
     with ThreadPoolExecutor(2) as pool:
         answers = _staggered(served, pool, [parent, child])
-        served.post("/abort_request", rid=parent["id"])
-        assert answers[0].result().status_code >= 400
+        assert cancel(served, parent["id"]).status_code == 204
+        assert answers[0].result().json()["finish_reason"] == "cancelled"
         assert error(answers[1].result()).code == "state_not_found"
 
 
@@ -214,14 +214,17 @@ def test_dropping_a_stream_ends_the_request(served: Served):
 
 
 @pytest.mark.parametrize("how", ["waiting for a parent", "running"])
-def test_aborting_leaves_no_trace(served: Served, how: str):
+def test_cancelling_leaves_no_trace(served: Served, how: str):
     parent = body(text=STORY, n=4000)
     child = body([inherit(parent["id"])], " and", 2)
     with ThreadPoolExecutor(2) as pool:
         answers = _staggered(served, pool, [parent, child])
         for one in (child, parent) if how == "waiting for a parent" else (parent, child):
-            served.post("/abort_request", rid=one["id"])
-        assert [answer.result().status_code >= 400 for answer in answers] == [True, True]
+            cancel(served, one["id"])
+        ends = [answer.result().json() for answer in answers]
+        assert [end["finish_reason"] for end in ends if "error" not in end] == ["cancelled"] * (
+            2 - ("error" in ends[1])
+        )
     stats = served.stats()
     assert (stats["running"], stats["waiting"], stats["held_tokens"]) == (0, 0, 0)
 

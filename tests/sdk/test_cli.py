@@ -13,9 +13,10 @@ import pytest
 import anabranch
 from anabranch import cli, wire
 
-ANSWERS = {
+ANSWERS: dict[str, object] = {
     "health": {"status": "ok", "version": "0.1.0", "sglang_version": "9", "model": "tiny", "attention_backend": "x"},
-    "stats": dict.fromkeys(wire.Stats.model_fields, 7),
+    "stats": dict.fromkeys(wire.Counts.model_fields, 7)
+    | {"total_tokens": 99, "free_tokens": None, "tenants": [{"tenant": "team-a", "held_tokens": 5}]},
     "states": {
         "states": [
             {
@@ -26,7 +27,18 @@ ANSWERS = {
                 "start": 33,
                 "context_tokens": 44,
                 "refs": [],
-            }
+                "lease": 299.7,
+            },
+            {
+                "id": "cd" * 16,
+                "status": "sealed",
+                "input_tokens": 1,
+                "generated_tokens": 2,
+                "start": 3,
+                "context_tokens": 4,
+                "lease": 0.2,
+                "resident": False,
+            },
         ]
     },
 }
@@ -64,12 +76,24 @@ def echo(argv: list[str]) -> int:
 
 @pytest.mark.parametrize(
     ("command", "shown"),
-    [("ping", ["ok", "tiny"]), ("stats", ["held_tokens"]), ("states", ["ab" * 16, "44", "1 states"])],
+    [
+        ("ping", ["ok", "tiny"]),
+        ("stats", ["held_tokens", f"free_tokens{'-':>21}", "team-a"]),
+        ("states", ["ab" * 16, "44", "resident     300s", "evicted        0s", "2 states"]),
+    ],
 )
 def test_looking_at_a_server(url: str, command: str, shown: list[str], capsys: pytest.CaptureFixture[str]):
     assert cli.main([command, "--base-url", url, "--api-key", "k"]) == 0
     out = capsys.readouterr().out
     assert all(part in out for part in shown), out
+
+
+def test_stats_without_tenants_has_no_table(
+    url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(ANSWERS, "stats", {"total_tokens": 99})
+    assert cli.main(["stats", "--base-url", url, "--api-key", "k"]) == 0
+    assert "tenant" not in capsys.readouterr().out
 
 
 def test_errors_go_to_stderr_with_status_1(url: str, capsys: pytest.CaptureFixture[str]):

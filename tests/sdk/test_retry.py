@@ -74,20 +74,18 @@ async def test_no_more_than_max_retries():
         await pauses(busy(), retries=0)
 
 
-@pytest.mark.parametrize("method", ["POST", "stream"])
-@pytest.mark.parametrize(
-    "error", [APIConnectionError("lost"), APITimeoutError("late"), InternalError("oops", status=500)]
-)
-async def test_what_may_have_run_is_not_repeated(method: str, error: Exception):
+@pytest.mark.parametrize("method", ["POST", "GET", "stream"])
+async def test_what_was_lost_on_the_way_is_tried_again(method: str):
+    """A repeated generate attaches to the first: it names its state."""
+    lost = (APIConnectionError("lost"), InternalError("gateway", status=502), InternalError("gateway", status=504))
+    assert await pauses(*lost, method=method) == [0.5, 1, 2]
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "stream"])
+@pytest.mark.parametrize("error", [APITimeoutError("late"), InternalError("oops", status=500)])
+async def test_what_took_too_long_or_failed_is_final(method: str, error: Exception):
     with pytest.raises(type(error)):
         await pauses(error, method=method)
-
-
-async def test_requests_without_effect_are_repeated_when_lost():
-    assert await pauses(APIConnectionError("lost"), method="GET") == [0.5]
-    assert await pauses(APIConnectionError("lost"), method="DELETE") == [0.5]
-    with pytest.raises(APITimeoutError):
-        await pauses(APITimeoutError("late"), method="GET")
 
 
 async def test_errors_that_are_not_ours_pass():

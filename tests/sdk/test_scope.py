@@ -70,7 +70,7 @@ async def test_cancellation_releases(client: AsyncClient, server: FakeServer, ho
             group.start_soon(work)
             await inside.wait()
             group.cancel_scope.cancel()
-    assert len(server._states) == 1 and held_ids(server) == set()
+    assert server._store.counts["created"] == 1 and held_ids(server) == set()
 
 
 async def test_nested_scopes(client: AsyncClient, server: FakeServer):
@@ -95,7 +95,7 @@ async def test_tasks_started_inside_belong_to_the_scope(client: AsyncClient, ser
 
     async with client.scope(), asyncio.TaskGroup() as group:
         group.create_task(work())
-    assert held_ids(server) == set() and len(server._states) == 1
+    assert held_ids(server) == set() and server._store.counts["created"] == 1
 
 
 async def test_a_task_that_outlives_its_scope_falls_to_the_enclosing_one(client: AsyncClient, server: FakeServer):
@@ -158,7 +158,7 @@ async def test_a_stream_that_was_left_early_is_released_too(client: AsyncClient,
     async with client.scope(), client.root("a").stream() as s:
         await anext(s)
     name = server.generated[0]["id"]
-    assert [request[:2] for request in server.requests[1:]] == [("DELETE", f"/anabranch/v1/states/{name}")]
+    assert server.requests[1:] == [("POST", "/anabranch/v1/states/release", {"ids": [name]})]
 
 
 async def test_a_refused_state_is_not_released(client: AsyncClient, server: FakeServer):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import re
 
 import pytest
 
-import anabranch
-from anabranch import AsyncClient, InvalidRequestError, State, StateReleasedError
+from anabranch import AsyncClient, InvalidRequestError, State
 from anabranch.sampling import SamplingArgs
 from anabranch.testing import FakeServer
 from anabranch.wire import Sampling
@@ -23,30 +21,33 @@ async def test_the_example_of_the_contract(client: AsyncClient, server: FakeServ
     verdict = await joined.append("Weigh both.").generate(max_tokens=64, temperature=0)
 
     assert server.generated == [
-        {"id": root.id, "input": [{"text": "You are a careful analyst.\n"}], "sampling": {"max_tokens": 0}},
-        {
-            "id": p.state.id,
-            "refs": [{"kind": "inherit", "id": root.id}],
-            "input": [{"text": "Argue for."}],
-            "sampling": {"max_tokens": 64},
-        },
-        {
-            "id": c.state.id,
-            "refs": [{"kind": "inherit", "id": root.id}],
-            "input": [{"text": "Argue against."}],
-            "sampling": {"max_tokens": 64},
-        },
-        {
-            "id": verdict.state.id,
-            "refs": [
-                {"kind": "inherit", "id": p.state.id},
-                {"kind": "inherit", "id": c.state.id},
-                {"kind": "artifact", "id": c.state.id, "span": [0, 2]},
-            ],
-            "place": "concat",
-            "input": [{"text": "Weigh both."}],
-            "sampling": {"max_tokens": 64, "temperature": 0.0},
-        },
+        {"lease": 300.0, **body}
+        for body in (
+            {"id": root.id, "input": [{"text": "You are a careful analyst.\n"}], "sampling": {"max_tokens": 0}},
+            {
+                "id": p.state.id,
+                "refs": [{"kind": "inherit", "id": root.id}],
+                "input": [{"text": "Argue for."}],
+                "sampling": {"max_tokens": 64},
+            },
+            {
+                "id": c.state.id,
+                "refs": [{"kind": "inherit", "id": root.id}],
+                "input": [{"text": "Argue against."}],
+                "sampling": {"max_tokens": 64},
+            },
+            {
+                "id": verdict.state.id,
+                "refs": [
+                    {"kind": "inherit", "id": p.state.id},
+                    {"kind": "inherit", "id": c.state.id},
+                    {"kind": "artifact", "id": c.state.id, "span": [0, 2]},
+                ],
+                "place": "concat",
+                "input": [{"text": "Weigh both."}],
+                "sampling": {"max_tokens": 64, "temperature": 0.0},
+            },
+        )
     ]
     # 6 root words, then (2 in, 4 out) twice; the artifact's instances are inherited already.
     used = verdict.usage
@@ -87,7 +88,7 @@ async def test_a_state_on_the_server_is_inherited(client: AsyncClient, server: F
     for run in (lambda: s.generate("c"), lambda: s.append("c").generate()):
         g = await run()
         refs = [{"kind": "inherit", "id": s.id}]
-        assert server.generated[-1] == {"id": g.state.id, "refs": refs, "input": [{"text": "c"}]}
+        assert server.generated[-1] == {"id": g.state.id, "refs": refs, "input": [{"text": "c"}], "lease": 300.0}
 
 
 async def test_a_generation_is_continued_by_inheriting_it(client: AsyncClient, server: FakeServer):
@@ -358,104 +359,11 @@ async def test_explain_counts_shared_tokens_once(client: AsyncClient):
     assert (empty.intervals, empty.start, empty.distance(0, 0)) == ((), 0, 0)
 
 
-# ------------------------------------------------------------ release
-
-
-async def test_release(client: AsyncClient, server: FakeServer):
-    g = await client.root("a").generate()
-    child = client.state().inherit(g.state).append("b")
-    await g.state.release()
-    await g.state.release()
-    assert [request[:2] for request in server.requests[1:]] == [("DELETE", f"/anabranch/v1/states/{g.state.id}")]
-    sent = len(server.requests)
-    uses = [
-        g.state.fork(),
-        g.state.generate("x"),
-        g.state.explain(),
-        child.generate("x"),
-        client.state().inherit(child).generate("y"),
-    ]
-    for use in uses:
-        with pytest.raises(StateReleasedError):
-            await use
-    for build in (client.state().inherit, client.state().artifact, lambda s: s.append("x"), lambda s: s.stream("x")):
-        with pytest.raises(StateReleasedError):
-            build(g.state)
-    innocent = client.root("innocent")
-    with pytest.raises(StateReleasedError):
-        await client.state().inherit(innocent, child).generate("y")
-    assert len(server.requests) == sent, "nothing is sent, no innocent parent is computed"
-
-
-async def test_release_of_an_unsent_state_is_local(client: AsyncClient, server: FakeServer):
-    s = client.root("a")
-    await s.release()
-    assert server.requests == [] and s.standing == "released"
-    with pytest.raises(StateReleasedError):
-        await s.fork()
-
-
-async def test_release_of_what_is_gone_already(client: AsyncClient, server: FakeServer):
-    a, b = [(await client.root("a").generate()).state for _ in range(2)]
-    server.fail_next("state_released")
-    server.fail_next("state_not_found")
-    await client.release(a, b)
-    assert a.standing == b.standing == "released"
-
-
-async def test_a_release_that_fails_can_be_tried_again(client: AsyncClient, server: FakeServer):
-    a, b = [(await client.root("a").generate()).state for _ in range(2)]
-    server.fail_next("internal")
-    with pytest.raises(anabranch.InternalError):
-        await client.release(a, b)
-    assert {a.standing, b.standing} == {"on server", "released"}, "all are tried"
-    await client.release(a, b)
-    assert await client.states() == ()
-
-
-async def test_keep_false_leaves_no_state(client: AsyncClient, server: FakeServer):
-    g = await client.root("a").generate(keep=False)
-    assert server.generated[-1]["keep"] is False and g.text
-    with pytest.raises(StateReleasedError):
-        await g.state.generate("b")
-    await g.state.release()
-    assert len(server.requests) == 1
-
-
-# ------------------------------------------------------------ the client
-
-
-async def test_the_servers_own_views(client: AsyncClient):
-    g = await client.root("a b").generate()
-    (info,) = await client.states()
-    assert (info.id, info.input_tokens, info.generated_tokens) == (g.state.id, 2, 4)
-    assert (await client.stats()).held_tokens == 6
-    assert (await client.health()).status == "ok"
-
-
-async def test_a_closed_client_says_so(server: FakeServer):
-    client = server.client()
-    s = client.root("a")
-    await client.aclose()
-    await client.aclose()
-    for use in (s.fork, lambda: s.generate("x"), s.explain, s.release, client.stats, client.__aenter__):
-        with pytest.raises(anabranch.ClientClosedError, match="closed"):
-            await use()
-    assert server.requests == [] and "closed" in repr(client)
-
-
-async def test_forgotten_states_are_not_remembered(client: AsyncClient):
-    for _ in range(50):
-        await client.root("a").generate()
-    gc.collect()
-    assert len(client.session._records) == 0
-
-
 async def test_several_answers_to_one_message_need_no_new_text(client: AsyncClient, server: FakeServer):
     root = client.root(messages=[{"role": "user", "content": "Name a fruit."}])
     one, other = await root.fork(2)
     answers = [await one.generate(max_tokens=4), await other.generate(max_tokens=4)]
-    assert [sorted(body) for body in server.generated[1:]] == [["id", "refs", "sampling"]] * 2
+    assert [sorted(body) for body in server.generated[1:]] == [["id", "lease", "refs", "sampling"]] * 2
     assert [answer.usage.computed_tokens for answer in answers] == [1, 1]
     with pytest.raises(InvalidRequestError, match="no input"):
         await answers[0].state.generate()  # it has answered

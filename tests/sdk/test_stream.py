@@ -39,7 +39,7 @@ async def test_leaving_early_closes(client: AsyncClient, server: FakeServer):
         async for _ in s.text():
             break
     (cancelled,) = server.cancelled
-    assert cancelled == server.generated[-1]["id"] and server._states == {}
+    assert cancelled == server.generated[-1]["id"] and server._store.states == {}
     with pytest.raises(anabranch.AnabranchError, match="before its result"):
         await s.final()
     assert [event async for event in s] == []

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from anabranch import AsyncClient, InvalidRequestError, RateLimitedError, StateNotFoundError, StateReleasedError
+from anabranch import (
+    APIConnectionError,
+    AsyncClient,
+    InvalidRequestError,
+    RateLimitedError,
+    StateNotFoundError,
+    StateReleasedError,
+)
 from anabranch.testing import FakeServer
 
 
@@ -66,10 +73,10 @@ async def test_the_rules_of_ids(client: AsyncClient, server: FakeServer):
     g = await client.root("a").generate()
     path, body = "/anabranch/v1/generate", server.generated[-1]
     with pytest.raises(InvalidRequestError, match="already in use"):
-        await server.request("POST", path, body)
+        await server.request("POST", path, body | {"input": [{"text": "b"}]})
+    assert (await server.request("POST", path, body))["tokens"] == list(g.tokens), "the same request again"
+    assert (await client.stats()).created == 1
     await g.state.release()
-    with pytest.raises(InvalidRequestError, match="already in use"):
-        await server.request("POST", path, body)
     child = {"id": "f" * 32, "refs": [{"kind": "inherit", "id": g.state.id}], "input": [{"text": "x"}]}
     with pytest.raises(StateReleasedError):
         await server.request("POST", path, child)
@@ -117,3 +124,65 @@ async def test_token_input_reads_what_was_generated(server: FakeServer):
     async with server.client() as client:
         g = await client.root("hello").generate()
         assert (await client.root(tokens=[*g.tokens, 99]).generate()).text == "[[hello]<99>]"
+
+
+async def test_states_can_be_lost(client: AsyncClient, server: FakeServer):
+    parent, other = [(await client.root("a b").generate()).state for _ in range(2)]
+    child = (await parent.generate("c")).state
+    server.expire(parent)
+    with pytest.raises(StateNotFoundError):
+        await parent.generate("d")
+    assert (await child.generate("d")).usage.context_tokens == 2 + 4 + 1 + 4, "its descendants see its tokens"
+    stats = await client.stats()
+    assert (stats.created, stats.expired, stats.freed, stats.states) == (4, 1, 0, 3)
+    async with client.root("a").stream() as s:
+        await anext(s)
+        server.restart()
+        with pytest.raises(APIConnectionError):
+            await s.final()
+    for state in (other, child):
+        with pytest.raises(StateNotFoundError):
+            await state.generate("d")
+    assert await client.states() == () and (await client.stats()).created == 0
+
+
+async def test_the_rules_of_renewal_and_release(client: AsyncClient, server: FakeServer):
+    a, b, c = [(await client.root("a").generate()).state for _ in range(3)]
+    await a.release()
+    server.expire(b)
+    nobody, ids = "0" * 32, [a.id, b.id, c.id, c.id, "0" * 32]
+    renewal = await server.request("POST", "/anabranch/v1/states/renew", {"ids": ids, "lease": 9})
+    assert renewal == {"renewed": [c.id], "lost": [a.id, b.id, nobody]}
+    assert [info.lease for info in await client.states()] == [9]
+    for name, error in ((a.id, StateReleasedError), (b.id, StateNotFoundError), (nobody, StateNotFoundError)):
+        for verb in ("renew", "cancel"):
+            with pytest.raises(error):
+                await server.request("POST", f"/anabranch/v1/states/{name}/{verb}", {})
+    assert await server.request("POST", f"/anabranch/v1/states/{c.id}/cancel") is None
+    assert (await client.states())[0].generated_tokens == 4, "a sealed state stays as it is"
+    released = await server.request("POST", "/anabranch/v1/states/release", {"ids": ids})
+    assert released == {"released": [c.id], "unknown": [a.id, b.id, nobody]}
+
+
+async def test_the_rules_of_making_a_state_again(client: AsyncClient, server: FakeServer):
+    path, body = "/anabranch/v1/generate", {"id": "a" * 32, "input": [{"text": "x"}], "sampling": {"max_tokens": 2}}
+    first = await server.request("POST", path, body)
+    stream = await server.stream(path, body)
+    assert [event["type"] async for event in stream] == ["delta", "final"], "the same, told as a stream"
+    again = body | {"generated": first["tokens"], "sampling": {"max_tokens": 0}, "again": True}
+    with pytest.raises(InvalidRequestError, match="already in use"):
+        await server.request("POST", path, again)
+    with pytest.raises(InvalidRequestError, match="max_tokens"):
+        await server.request("POST", path, again | {"sampling": {"max_tokens": 1}})
+    for lost in ("restart", "expire", "release"):
+        match lost:
+            case "restart":
+                server.restart()
+            case "expire":
+                server.expire(*await client.states())
+            case _:
+                await server.request("POST", "/anabranch/v1/states/release", {"ids": ["a" * 32]})
+        made = await server.request("POST", path, again)
+        assert (made["tokens"], made["usage"]["generated_tokens"]) == (first["tokens"], 0)
+        (info,) = await client.states()
+        assert (info.input_tokens, info.generated_tokens) == (1, 2)

@@ -1,14 +1,13 @@
 """Admission: from a request as SGLang receives it to a compiled context, or a refusal, before anything runs.
 
-A request whose parents are not sealed yet waits here. Requests that carry no spec pass untouched. It decides nothing
-about scheduling: an admitted request queues like any other.
+A request whose parents are not sealed yet waits here, and one whose context is not in memory is parked
+(`rebuilding.py`). Requests that carry no spec pass untouched.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import time
 from array import array
 from collections.abc import Callable
@@ -17,22 +16,21 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 from pydantic_core import from_json
-from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
 
 from anabranch import wire
 from anabranch_server.chat import Turn
-from anabranch_server.compile import check_limits, compile_context
-from anabranch_server.engine.cache import AnabranchCache, Run, find
+from anabranch_server.compile import ContextPlan, check_limits, compile_context
+from anabranch_server.engine.cache import AnabranchCache, Parked, Run, find
 from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
-from anabranch_server.store import Running, Waiting
+from anabranch_server.states import Running, Waiting
 
 logger = logging.getLogger(__name__)
-DEBUG = os.environ.get("ANABRANCH_DEBUG") == "1"
-"""Check the store's conservation laws in every step; a violation ends the server."""
 KEY = "anabranch"
 """Our key in `custom_params`; its value is a JSON string."""
+TENANT = "anabranch_tenant"
+"""Beside it, whose request this is; `access.py` sets it, whatever the client sent."""
 
 
 class AdmittedSpec(wire.ContextSpec):
@@ -40,6 +38,9 @@ class AdmittedSpec(wire.ContextSpec):
     state ends as what it continues."""
 
     turn: Turn | Literal["inherited"] | None = "inherited"
+    generated_tokens: wire.Index = 0
+    """How many of the request's last tokens count as generated."""
+    again: bool = False
 
 
 def around_handle_generate_request(original: Callable[..., Any], scheduler: Any, received: Any) -> Any:
@@ -48,36 +49,31 @@ def around_handle_generate_request(original: Callable[..., Any], scheduler: Any,
         return original(scheduler, received)
     cache = find(scheduler.tree_cache)
     if cache is None:
-        _refuse(scheduler, received, no_states())
+        refuse(scheduler, received, no_states())
         return None
+    tenant = custom.get(TENANT, "")
     try:
-        _admit(scheduler, cache, received, custom[KEY])
+        run = _admit(scheduler, cache, received, custom[KEY], tenant)
     except Refusal as refusal:
-        cache.store.counts["rejected"] += 1
-        _refuse(scheduler, received, refusal)
+        cache.store.count(tenant, "rejected")
+        refuse(scheduler, received, refusal)
         return None
     except StateRunning:
         return None
-    except Exception:  # nothing was opened yet: one request fails, the server goes on
+    except Exception:  # one request fails, the server goes on; what was opened is swept in this step
         logger.exception("admission of request %s failed", received.rid)
-        _refuse(scheduler, received, Refusal("internal", "admission failed; the server's log says why"))
+        refuse(scheduler, received, Refusal("internal", "admission failed; the server's log says why"))
+        return None
+    if cache.store.holdings.missing(run.running.context.intervals):
+        new = run.own_input + min(received.sampling_params.max_new_tokens, CLIP_MAX_NEW_TOKENS)
+        del custom[KEY]  # it is admitted
+        cache.parked[received.rid] = Parked(received, run, new)
         return None
     return original(scheduler, received)
 
 
-def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> None:
-    """Once a scheduler step: close what SGLang dropped without telling its cache, then wake who waited."""
-    cache = find(scheduler.tree_cache)
-    if cache is None:
-        return
-    if DEBUG:
-        cache.store.check()
-    _refuse_what_never_fits(scheduler, cache)
-    if cache.runs:
-        live = set(adapter().live_ids(scheduler))
-        for request_id in [request_id for request_id in cache.runs if request_id not in live]:
-            cache.drop(request_id)
-            adapter().unblock_admission(scheduler)
+def wake(scheduler: Any, cache: AnabranchCache) -> None:
+    """Admit again those whose parents are sealed or gone by now."""
     while (waiting := cache.store.next_ready()) is not None:
         custom = waiting.request.sampling_params.custom_params
         if not waiting.keep:  # released while it waited
@@ -88,17 +84,29 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
 def around_abort_request(original: Callable[..., Any], scheduler: Any, aborted: Any) -> Any:
     """SGLang does not know the requests that wait here."""
     cache = find(scheduler.tree_cache)
-    all_waiting = cache.store.waiting if cache is not None else {}
-    for state_id, waiting in list(all_waiting.items()):
-        request = waiting.request
-        if aborted.abort_all or request.rid.startswith(aborted.rid):
-            del all_waiting[state_id]
-            message = AbortReq(rid=request.rid, abort_message="aborted while it waited for a parent state")
-            scheduler.ipc_channels.send_to_tokenizer.send_output(message, request)
+    if cache is None:
+        return original(scheduler, aborted)
+
+    def meant(request_id: str) -> bool:
+        return aborted.abort_all or request_id.startswith(aborted.rid)
+
+    for req in scheduler.waiting_queue:
+        if meant(req.rid):
+            cache.queue.leave(req.rid)
+    for run in [run for request_id, run in cache.runs.items() if meant(request_id)]:
+        run.cancelled = True
+    for tenant, space in list(cache.store.spaces.items()):
+        for waiting in [one for one in space.waiting.values() if meant(one.request.rid)]:
+            cache.store.stop_waiting(tenant, waiting.id)
+            cache.store.count(tenant, "cancelled")
+            adapter().send_abort(scheduler, waiting.request, None)
+    for request_id in [request_id for request_id in cache.parked if meant(request_id)]:
+        adapter().send_abort(scheduler, cache.parked.pop(request_id).received, None)
+        cache.drop(request_id)
     return original(scheduler, aborted)
 
 
-def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> None:
+def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any, tenant: str) -> Run:
     """Compile the request's context, open it in the store, and put the context's tokens before its own.
 
     Raises Refusal; StateRunning if it was put among the waiting.
@@ -110,13 +118,13 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
     store, model = cache.store, cache.model
     if model.traits.unsupported is not None:
         raise Refusal("unsupported_model_feature", f"states do not work with {model.traits.unsupported} yet")
-    store.check_new(spec.id)
+    store.check_new(tenant, spec.id, again=spec.again)
     stamp = replace(model.stamp, adapter=received.lora_id)
-    turn = store.turn_after(spec.refs) if spec.turn == "inherited" else spec.turn
+    turn = store.turn_after(tenant, spec.refs) if spec.turn == "inherited" else spec.turn
     try:
-        parents = store.parents(spec.refs, stamp)
+        parents = store.parents(tenant, spec.refs, stamp)
     except StateRunning as running:
-        store.waiting[spec.id] = Waiting(spec.id, running.state_id, received, spec.refs, turn, spec.keep)
+        store.wait(Waiting(spec.id, running.state_id, received, spec.refs, turn, spec.keep, tenant))
         raise
     plan = compile_context(spec, parents)
     if plan.shifted and model.can_shift is not None:
@@ -133,21 +141,29 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any) -> N
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = max(room, 0)
     check_limits(plan, len(own) + sampling.max_new_tokens, model.traits.max_positions, model.max_context)
-    _check_pool(scheduler, cache, len(own) + min(sampling.max_new_tokens, CLIP_MAX_NEW_TOKENS))
+    store.check_remade(tenant, spec.id, plan, own if sampling.max_new_tokens == 0 else ())
+    if spec.keep:
+        store.check_tokens(tenant, len(own) + sampling.max_new_tokens)
+    room = int(scheduler.max_total_num_tokens * store.limits.pinned_share)
+    check_pool(cache, plan, len(own) + min(sampling.max_new_tokens, CLIP_MAX_NEW_TOKENS), room - scheduler.page_size)
     running = Running(
         id=spec.id,
         context=plan,
-        input_tokens=len(own),
+        input_tokens=len(own) - min(spec.generated_tokens, len(own) - 1),
         stamp=stamp,
         refs=spec.refs,
         turn=turn,
         keep=spec.keep,
+        keep_partial=spec.keep_partial and spec.keep,
+        lease=spec.lease,
+        tenant=tenant,
     )
-    store.open(running)
-    cache.runs[received.rid] = Run(running, compile_seconds=time.perf_counter() - began)
+    store.open(running, again=spec.again)
+    cache.runs[received.rid] = run = Run(running, len(own), compile_seconds=time.perf_counter() - began)
     received.input_ids = array("q", plan.tokens()) + own
     if received.return_logprob and received.logprob_start_len >= 0:
         received.logprob_start_len += len(plan)  # clients count from their own input
+    return run
 
 
 def parse_spec(text: Any, request_id: str) -> AdmittedSpec:
@@ -195,43 +211,29 @@ def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
     return own
 
 
-def _refuse_what_never_fits(scheduler: Any, cache: AnabranchCache) -> None:
-    """Nothing runs, and the first in the queue does not fit beside what states hold by now: it and all behind it
-    would wait for ever. Plain requests too."""
-    while scheduler.waiting_queue and adapter().nothing_runs(scheduler):
-        req = scheduler.waiting_queue[0]
-        run = cache.run_of(req)
-        context = len(run.running.context) if run is not None else 0
-        sampled = len(req.output_ids)
-        new = min(req.sampling_params.max_new_tokens - sampled, CLIP_MAX_NEW_TOKENS)
-        try:
-            _check_pool(scheduler, cache, len(req.origin_input_ids) - context + sampled + new)
-        except Refusal as refusal:
-            del scheduler.waiting_queue[0]
-            _refuse(scheduler, req, refusal)
-        else:
-            return
+def check_pool(cache: AnabranchCache, plan: ContextPlan, needed: int, room: int) -> None:
+    """Refuse what could only ever run after states are released; SGLang's queue would wait for it for ever.
 
-
-def _check_pool(scheduler: Any, cache: AnabranchCache, needed: int) -> None:
-    """Refuse what could only ever run after states are released; SGLang's queue would wait for it for ever."""
-    left = scheduler.max_total_num_tokens - cache.store.held_tokens - scheduler.page_size
-    if needed >= left:
+    `needed` new tokens have to fit into `room` beside everything that cannot be evicted while `plan` is read.
+    """
+    store = cache.store
+    again = store.holdings.missing(plan.intervals)
+    fixed = store.holdings.unmovable_beside([*plan.intervals, *(one for s in again for one in s.context or ())])
+    if fixed + needed >= room:
         raise Refusal(
             "pool_exhausted",
-            f"{needed} new tokens do not fit: states hold {cache.store.held_tokens} of the pool's "
-            f"{scheduler.max_total_num_tokens} tokens",
+            f"{needed} new tokens do not fit: states hold {fixed} of the {room} tokens that they may hold",
             hint="release states that are no longer needed, or serve with a larger --max-total-tokens",
         )
 
 
-def _refuse(scheduler: Any, received: Any, refusal: Refusal) -> None:
+def refuse(scheduler: Any, received: Any, refusal: Refusal) -> None:
     """SGLang knows two kinds of refusal, 400 and 503; the precise one rides along for our own routes."""
     hint = f" ({refusal.hint})" if refusal.hint else ""
     reason = {
         "type": "abort",
         "message": f"{refusal.code}: {refusal.message}{hint}",
-        "status_code": 503 if refusal.code == "pool_exhausted" else 400,
+        "status_code": 503 if refusal.status in (429, 503) else 400,
         "err_type": "BadRequestError",
         KEY: refusal.body(received.rid).model_dump_json(),
     }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -23,8 +24,12 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 
 from anabranch_server.engine.rows import RowTable
 from anabranch_server.engine.versions import adapter
+from anabranch_server.fairness import FairQueue
+from anabranch_server.limits import Limits
 from anabranch_server.models import ModelStamp, ModelTraits
-from anabranch_server.store import Running, StateStore
+from anabranch_server.segments import Segment
+from anabranch_server.states import Running
+from anabranch_server.store import StateStore
 
 
 class ContextNode:
@@ -38,17 +43,34 @@ NODE = ContextNode()
 
 @dataclass(slots=True)
 class Run:
-    """A request in flight that makes a state: the store's side and SGLang's side of it."""
+    """A request in flight that makes a state, or makes one again (`rebuilds`): the store's side and SGLang's side."""
 
     running: Running
+    own_input: int
+    """Tokens that it prefills after its context."""
+    rebuilds: Segment | None = None
+    cancelled: bool = False
+    """Somebody asked for its end."""
     compile_seconds: float = 0.0
     kv_seconds: float = 0.0
     slots: torch.Tensor | None = None
     """[visible] int64, made when first matched."""
+    rebuilt_tokens: int = 0
+    """Computed again so that this could run."""
     kept_output: int = 0
     """Generated tokens that the state will own; known when the request finishes."""
     hidden_finish: tuple[Any, int] | None = None
     """(reason, output length) of a request that has finished but runs one more step to seal its last token."""
+
+
+@dataclass(slots=True)
+class Parked:
+    """An admitted request that waits until everything it reads is in memory. `received` is SGLang's."""
+
+    received: Any
+    run: Run
+    new_tokens: int
+    started: bool = False
 
 
 @dataclass(slots=True)
@@ -66,11 +88,18 @@ class Model:
 class AnabranchCache(BasePrefixCache):
     """Wraps `inner`; every member of the cache contract that is not defined here is the inner cache's."""
 
-    def __init__(self, inner: BasePrefixCache, model: Model):
+    def __init__(self, inner: BasePrefixCache, model: Model, limits: Limits):
         self.inner = inner
         self.model = model
-        self.store = StateStore(free=inner.token_to_kv_pool_allocator.free)
+        self.store = StateStore(lambda slots, start, stop: self._free(slots[start:stop]), limits)
         self.runs: dict[str, Run] = {}
+        """By SGLang's request id. A parked request is among them, though SGLang does not have it yet."""
+        self.parked: dict[str, Parked] = {}
+        self.not_rebuilt: list[Segment] = []
+        """Whose rebuild ended without a result; whoever waits for them is still to be told."""
+        self.swept: list[Any] = []
+        """Requests that were parked when the pool was cleared; they are still to be answered."""
+        self.queue = FairQueue()
         table = inner.req_to_token_pool.req_to_token
         self.rows = RowTable(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device))
 
@@ -122,37 +151,78 @@ class AnabranchCache(BasePrefixCache):
             self._free(slots)
         elif adapter().is_aborted(req) or not is_insert:
             self._free(slots)
+            run.cancelled = run.cancelled or adapter().is_cancelled(req)
+            run.kept_output = 0
+            attach(req.finished_reason, self._report(req, run, kept=False))
             self.drop(req.rid)
         else:
             self._end(req, run, context, slots)
 
     def _end(self, req: Any, run: Run, context: int, slots: torch.Tensor) -> None:
-        running, length = run.running, run.running.input_tokens + run.kept_output
-        kept = running.keep
-        if kept:
-            assert len(slots) >= length, f"{length - len(slots)} tokens of state {running.id} are not sealed"
+        running, length = run.running, run.own_input + run.kept_output
+        assert not running.keep or len(slots) >= length, f"{length - len(slots)} tokens of {running.id} are not sealed"
+        attach(req.finished_reason, self._report(req, run, kept=running.keep))
+        del self.runs[req.rid]
+        if run.rebuilds is not None:
+            self._restore(run.rebuilds, slots, length)
+            self.store.done_reading(running.context.intervals)
+        elif running.keep:
             tokens = (req.origin_input_ids + req.output_ids)[context : context + length]
             self._free(slots[length:])
-            self.store.seal(running.id, tokens, slots[:length])
+            self.store.seal(running, tokens, slots[:length])
         else:
             self._free(slots)
-            self.store.close(running.id, failed=False)
-        del self.runs[req.rid]
-        report = {
-            "id": running.id,
-            "context_tokens": len(running.context),
-            "input_tokens": running.input_tokens,
+            self.store.close(running, "done")
+
+    def _restore(self, segment: Segment, slots: torch.Tensor, length: int) -> None:
+        if segment in self.store.holdings and segment.slots is None:
+            self._free(slots[length:])
+            self.store.holdings.restore(segment, slots[:length])
+        else:
+            self._free(slots)  # nobody needs it any more
+
+    def _report(self, req: Any, run: Run, *, kept: bool) -> dict[str, Any]:
+        """What the client is told of the request beside SGLang's own account."""
+        return {
+            "id": run.running.id,
+            "context_tokens": len(run.running.context),
+            "input_tokens": run.own_input,
             "generated_tokens": run.kept_output,
+            "rebuilt_tokens": run.rebuilt_tokens,
             "kept": kept,
+            "cancelled": run.cancelled,
             "queue": adapter().queue_seconds(req),
             "compile": run.compile_seconds,
             "kv_prepare": run.kv_seconds,
         }
-        attach(req.finished_reason, report)
 
     def drop(self, request_id: str) -> None:
         """A request is gone and leaves no state; its own KV is already freed."""
-        self.store.close(self.runs.pop(request_id).running.id, failed=True)
+        run = self.runs.pop(request_id)
+        if run.rebuilds is not None:
+            self.store.done_reading(run.running.context.intervals)
+            self.not_rebuilt.append(run.rebuilds)
+        else:
+            self.store.close(run.running, "cancelled" if run.cancelled else "failed")
+
+    def check(self) -> None:
+        """Raise AssertionError if the books do not balance."""
+        rebuilding = [run.running.context.intervals for run in self.runs.values() if run.rebuilds is not None]
+        self.store.check(rebuilding)
+        opened = sum(len(space.running) for space in self.store.spaces.values())
+        assert opened == len(self.runs) - len(rebuilding), "a request in flight that nobody knows"
+        assert self.parked.keys() <= self.runs.keys()
+
+    def digest(self) -> str:
+        """Equal on all ranks of a server, at the same step: what exists, who keeps it, in which slots, until when."""
+        free = self.token_to_kv_pool_allocator.available_size()
+        parts: list[Any] = [free, sorted(self.runs), sorted(self.parked), self.store.leases.now]
+        for tenant, space in sorted(self.store.spaces.items()):
+            parts.append((tenant, sorted(space.states), sorted(space.running), sorted(space.waiting)))
+        for segment, holding in self.store.holdings.items():
+            slots = None if segment.slots is None else segment.slots.tolist()
+            parts.append((segment.id, slots, list(holding.keepers.runs()), holding.pins, segment.context is None))
+        return blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
     def _slots(self, run: Run) -> torch.Tensor:
         parts = [i.segment.slots[i.start : i.stop] for i in run.running.context.intervals]
@@ -178,18 +248,37 @@ class AnabranchCache(BasePrefixCache):
         return False if node is NODE else self.inner.is_root(node)
 
     def protected_size(self) -> int:
-        return self.inner.protected_size() + self.store.held_tokens
+        return self.inner.protected_size() + self._unmovable
 
     def full_protected_size(self) -> int:
-        return self.inner.full_protected_size() + self.store.held_tokens
+        return self.inner.full_protected_size() + self._unmovable
+
+    def evictable_size(self) -> int:
+        return self.inner.evictable_size() + self.store.holdings.reclaimable_tokens
+
+    def full_evictable_size(self) -> int:
+        return self.inner.full_evictable_size() + self.store.holdings.reclaimable_tokens
+
+    @property
+    def _unmovable(self) -> int:
+        holdings = self.store.holdings
+        return holdings.held_tokens - holdings.reclaimable_tokens
 
     def evict(self, params: Any) -> Any:
-        return self.inner.evict(params)
+        """SGLang's own prefix cache goes first, then states that can be computed again."""
+        result = self.inner.evict(params)
+        missing = params.num_tokens - result.num_tokens_evicted
+        if missing > 0:
+            result.num_tokens_evicted += self.store.holdings.evict(missing)
+        return result
 
     def reset(self) -> None:
-        """SGLang clears the whole pool: every state is gone with it."""
+        """SGLang clears the whole pool, when nothing runs: states that can be computed again stay known."""
+        for request_id in list(self.runs):
+            self.drop(request_id)
+        self.swept += [parked.received for parked in self.parked.values()]
+        self.parked.clear()
         self.store.reset()
-        self.runs.clear()
         self.rows.clear()
         self.inner.reset()
 

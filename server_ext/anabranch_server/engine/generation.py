@@ -9,75 +9,78 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
+from secrets import token_hex
 from typing import Any
 
-from fastapi import HTTPException, Request
+from fastapi import HTTPException
 from sglang.srt.managers.io_struct import GenerateReqInput
 
 from anabranch import wire
 from anabranch_server.chat import render
-from anabranch_server.engine.admission import KEY
-from anabranch_server.engine.control import ask
+from anabranch_server.engine.access import RID_PREFIX
+from anabranch_server.engine.admission import KEY, TENANT
+from anabranch_server.engine.attempts import Attempt, Event, fingerprint
+from anabranch_server.engine.channel import ask
 from anabranch_server.errors import Refusal
 
 NEVER = 2**30
 """A stream interval no generation reaches: SGLang then sends the first token and the end."""
 
 
+def attempt(manager: Any, asked: wire.GenerateRequest, tenant: str, arrived: float) -> Attempt:
+    """A generation that has not begun."""
+    rid = RID_PREFIX + token_hex(16)  # nobody else knows it, so nobody else can abort it
+    return Attempt(
+        fingerprint(asked), generate(manager, asked, tenant, rid, arrived), lambda: manager.abort_request(rid)
+    )
+
+
 async def generate(
-    manager: Any, asked: wire.GenerateRequest, request: Request, arrived: float
-) -> AsyncIterator[wire.DeltaEvent | wire.FinalEvent]:
+    manager: Any, asked: wire.GenerateRequest, tenant: str, rid: str, arrived: float
+) -> AsyncIterator[Event]:
     """Yield a delta for each piece of text if a stream was asked for, then the final event. Raises Refusal."""
-    tokens, turn = await _input(manager, asked)
-    spec = asked.model_dump(mode="json", include={"id", "refs", "place", "rules", "keep"})
+    tokens, turn = await _input(manager, asked, tenant)
+    spec = asked.model_dump(mode="json", include=set(wire.ContextSpec.model_fields))
+    spec |= {"turn": turn, "generated_tokens": len(asked.generated or ()), "again": asked.again}
     sampling = _sampling(asked)
-    sampling["custom_params"] = {KEY: json.dumps({**spec, "turn": turn})}
+    sampling["custom_params"] = {KEY: json.dumps(spec), TENANT: tenant}
     order = GenerateReqInput(
-        rid=asked.id,
+        rid=rid,
         input_ids=tokens,
         sampling_params=sampling,
         stream=True,
         return_logprob=asked.sampling.logprobs,
         top_logprobs_num=asked.sampling.top_logprobs,
     )
-    if asked.id in manager.rid_to_state:
-        raise Refusal("invalid_request", f"the id {asked.id} is already in use", param="id")
-    over, text, sent, first_at, out = False, "", 0, 0.0, {}
+    text, sent, first_at, out = "", 0, 0.0, {}
     try:
-        async for out in manager.generate_request(order, request):
+        async for out in manager.generate_request(order, None):
             first_at = first_at or time.perf_counter()
             reason = out["meta_info"]["finish_reason"]
-            over = reason is not None
-            if over:
-                _raise_if_aborted(reason)
+            if reason is not None:
+                _raise_if_refused(reason)
             elif asked.stream and (len(out["text"]) > len(text) or len(out["output_ids"]) > sent):
                 yield wire.DeltaEvent(text=out["text"][len(text) :], tokens=tuple(out["output_ids"][sent:]))
                 text, sent = out["text"], len(out["output_ids"])
     except ValueError as error:  # SGLang's own checks, before it sends anything to its scheduler
-        over = True
         raise Refusal("invalid_request", str(error)) from error
     except HTTPException as error:
-        over = True
-        code: wire.ErrorCode = "pool_exhausted" if error.status_code == 503 else "internal"
+        code: wire.ErrorCode = "rate_limited" if error.status_code == 503 else "internal"
         raise Refusal(code, str(error.detail)) from error
-    finally:
-        if not over:  # the client went away, or something broke: nobody wants the rest
-            manager.abort_request(asked.id)
     final = _response(asked, out, arrived, first_at)
     if asked.stream and (final.text[len(text) :] or final.tokens[sent:]):
         yield wire.DeltaEvent(text=final.text[len(text) :], tokens=final.tokens[sent:])
     yield wire.FinalEvent(response=final)
 
 
-async def _input(manager: Any, asked: wire.GenerateRequest) -> tuple[list[int], str | None]:
+async def _input(manager: Any, asked: wire.GenerateRequest, tenant: str) -> tuple[list[int], str | None]:
     """The new state's own input tokens, and the turn its conversation is then in."""
     tokenizer, turn = manager.tokenizer, None
     renders = not asked.input or any(isinstance(piece, wire.MessagePiece) for piece in asked.input)
     if renders and asked.refs:
-        turn = await ask(manager, "turn", refs=[ref.model_dump(mode="json") for ref in asked.refs[-1:]])
-    pieces, turn = render(
-        asked.input, tokenizer, turn=turn, root=not asked.refs, generate=asked.sampling.max_tokens > 0
-    )
+        turn = await ask(manager, "turn", tenant=tenant, refs=[ref.model_dump(mode="json") for ref in asked.refs[-1:]])
+    generates = asked.sampling.max_tokens > 0 or asked.generated is not None
+    pieces, turn = render(asked.input, tokenizer, turn=turn, root=not asked.refs, generate=generates)
     tokens: list[int] = []
     for i, piece in enumerate(pieces):
         if isinstance(piece, str):
@@ -85,10 +88,12 @@ async def _input(manager: Any, asked: wire.GenerateRequest) -> tuple[list[int], 
             tokens += tokenizer.encode(piece, add_special_tokens=plain_root)
         else:
             tokens += piece
+    given = len(tokens)
+    tokens += asked.generated or ()
     size = manager.model_config.vocab_size
     if wrong := next((token for token in tokens if token >= size), None):
         raise Refusal("invalid_request", f"token {wrong} is not in the vocabulary of {size}", param="input")
-    if not tokens:
+    if not given:
         raise Refusal(
             "invalid_request",
             "the input is empty: a state has at least one token of its own",
@@ -117,46 +122,57 @@ def _sampling(asked: wire.GenerateRequest) -> dict[str, Any]:
     }
 
 
-def _raise_if_aborted(reason: dict[str, Any]) -> None:
-    if reason.get("type") != "abort":
-        return
-    if KEY in reason:
-        body = wire.ErrorBody.model_validate_json(reason[KEY])
-        raise Refusal(body.code, body.message, hint=body.hint, param=body.param)
+def _raise_if_refused(reason: dict[str, Any]) -> None:
+    """An abort that nobody asked for; one that somebody asked for has no status."""
     status = reason.get("status_code")
-    code: wire.ErrorCode = "invalid_request" if status == 400 else "pool_exhausted" if status == 503 else "internal"
-    raise Refusal(code, f"the request was aborted: {reason.get('message')}")
+    if reason.get("type") != "abort" or status is None:
+        return
+    precise = json.loads(reason.get(KEY, "{}"))
+    if "code" in precise:
+        raise Refusal.of(wire.ErrorBody.model_validate(precise))
+    message = f"SGLang ended the request: {reason.get('message')}"
+    if status == 400:
+        raise Refusal("invalid_request", message)
+    if status == 503:  # its queue is full, or its time limit is over
+        raise Refusal("rate_limited", message, hint="ask again later")
+    if "Out of memory" in message:
+        raise Refusal("pool_exhausted", message, hint="release states, or ask again later")
+    raise Refusal("internal", message)
 
 
 def _response(
     asked: wire.GenerateRequest, out: dict[str, Any], arrived: float, first_at: float
 ) -> wire.GenerateResponse:
-    meta = out["meta_info"]
-    if KEY not in meta["finish_reason"]:
+    meta, now = out["meta_info"], time.perf_counter()
+    reason = meta["finish_reason"]
+    report = json.loads(reason.get(KEY, "{}"))
+    cancelled = reason["type"] == "abort" or report.get("cancelled", False)
+    if not report and not cancelled:
         raise Refusal("internal", "the generation ended without a usable state", hint="the server's log says why")
-    report = json.loads(meta["finish_reason"][KEY])
-    kept, now = report["generated_tokens"], time.perf_counter()
+    kept = report.get("generated_tokens", 0)
+    reused = max(0, meta.get("cached_tokens", 0) - report.get("rebuilt_tokens", 0))
     return wire.GenerateResponse(
         id=asked.id,
-        text=out["text"],
-        tokens=tuple(out["output_ids"][:kept]),
+        text=out.get("text", ""),
+        tokens=asked.generated or tuple(out.get("output_ids", ())[:kept]),
         logprobs=_logprobs(meta, kept) if asked.sampling.logprobs else None,
-        finish_reason=meta["finish_reason"]["type"],
+        finish_reason="cancelled" if cancelled else reason["type"],
         usage=wire.Usage(
-            context_tokens=report["context_tokens"],
-            reused_tokens=meta["cached_tokens"],
-            computed_tokens=meta["prompt_tokens"] - meta["cached_tokens"],
+            context_tokens=report.get("context_tokens", 0),
+            reused_tokens=reused,
+            computed_tokens=max(0, meta.get("prompt_tokens", 0) - meta.get("cached_tokens", 0))
+            + report.get("rebuilt_tokens", 0),
             generated_tokens=kept,
         ),
         timings=wire.Timings(
-            queue=report["queue"],
-            compile=report["compile"],
-            kv_prepare=report["kv_prepare"],
+            queue=report.get("queue", 0.0),
+            compile=report.get("compile", 0.0),
+            kv_prepare=report.get("kv_prepare", 0.0),
             first_token=first_at - arrived,
             decode=now - first_at,
             total=now - arrived,
         ),
-        kept=report["kept"],
+        kept=report.get("kept", False),
     )
 
 
@@ -169,5 +185,5 @@ def _logprobs(meta: dict[str, Any], kept: int) -> tuple[wire.TokenLogprob, ...]:
             logprob=logprob,
             top=tuple((other, value) for value, other, *_ in tops[i] or ()) if i < len(tops) else (),
         )
-        for i, (logprob, token, *_) in enumerate(meta["output_token_logprobs"][:kept])
+        for i, (logprob, token, *_) in enumerate((meta.get("output_token_logprobs") or [])[:kept])
     )

@@ -17,7 +17,18 @@ from sglang.srt.mem_cache.registry import register_radix_cache_backend, register
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.server_args import add_attention_backend_choices
 
-from anabranch_server.engine import admission, control, placing, routes, sealing, startup
+from anabranch_server.engine import (
+    access,
+    admission,
+    channel,
+    control,
+    placing,
+    routes,
+    sealing,
+    startup,
+    stepping,
+    supervise,
+)
 from anabranch_server.engine.cache import find
 from anabranch_server.engine.startup import BACKEND
 from anabranch_server.engine.versions import UnsupportedSGLang, installed
@@ -61,6 +72,7 @@ _UPDATER = _MANAGERS + "scheduler_components.weight_updater.SchedulerWeightUpdat
 HOOKS = (
     Hook("sglang.srt.utils.common.support_triton", _around_support_triton, HookType.AROUND),
     Hook("sglang.srt.distributed.parallel_state.GroupCoordinator.__init__", _around_group_coordinator, HookType.AROUND),
+    Hook("sglang.srt.server_args.PortArgs.init_new", supervise.after_port_args, HookType.AFTER),
     Hook("sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new", placing.after_init_new, HookType.AFTER),
     Hook(
         _MANAGERS + "schedule_batch.ScheduleBatch.prepare_for_extend",
@@ -74,12 +86,17 @@ HOOKS = (
     ),
     Hook(
         _MANAGERS + "scheduler.Scheduler.process_input_requests",
-        admission.after_process_input_requests,
+        stepping.after_process_input_requests,
         HookType.AFTER,
     ),
     Hook(_MANAGERS + "scheduler.Scheduler.abort_request", admission.around_abort_request, HookType.AROUND),
     Hook(_MANAGERS + "scheduler.Scheduler.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
     Hook(_MANAGERS + "schedule_batch.Req.update_finish_state", sealing.around_update_finish_state, HookType.AROUND),
+    Hook(
+        _MANAGERS + "tokenizer_manager.TokenizerManager.generate_request",
+        access.around_generate_request,
+        HookType.AROUND,
+    ),
     Hook(
         _MANAGERS + "tokenizer_manager.TokenizerManager.init_request_dispatcher",
         routes.after_init_request_dispatcher,
@@ -103,8 +120,8 @@ def install() -> None:
         return
     for hook in HOOKS:
         HookRegistry.register(hook.target, hook.function, hook.kind)
-    io_struct.hook_custom_types(control.ControlRequest, control.ControlReply)
-    tokenizer_control_mixin._COMMUNICATOR_SPECS.append((control.NAME, control.ControlReply))
+    io_struct.hook_custom_types(channel.ControlRequest, channel.ControlReply)
+    tokenizer_control_mixin._COMMUNICATOR_SPECS.append((channel.NAME, channel.ControlReply))
     add_attention_backend_choices([BACKEND])
 
     @register_attention_backend(BACKEND)

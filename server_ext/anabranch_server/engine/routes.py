@@ -5,24 +5,31 @@ No state is kept here; the store lives in the scheduler process and is asked thr
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from functools import wraps
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from functools import partial, wraps
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from fastapi import APIRouter, HTTPException, Request
-from fastapi.responses import Response, StreamingResponse
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
 
 from anabranch import wire
-from anabranch_server.engine import generation
-from anabranch_server.engine.control import ask
+from anabranch_server.engine import access, generation, metrics
+from anabranch_server.engine.access import caller
+from anabranch_server.engine.attempts import Attempts, Event, Key
+from anabranch_server.engine.channel import ask
+from anabranch_server.engine.clock import keep_time
 from anabranch_server.errors import Refusal, invalid
+from anabranch_server.openapi import PREFIX, description
 
 M = TypeVar("M", bound=BaseModel)
+T = TypeVar("T")
 CLIENT_GONE = 499
 
 
@@ -30,58 +37,115 @@ def after_init_request_dispatcher(result: Any, tokenizer_manager: Any) -> None:
     """Add the routes to SGLang's HTTP app, in the one process that has it."""
     http_server = sys.modules.get("sglang.srt.entrypoints.http_server")
     if http_server is not None and not getattr(http_server.app.state, "anabranch", False):
+        access.load(tokenizer_manager.server_args)
+        access.guard(http_server.app)
+        if tokenizer_manager.server_args.enable_metrics:
+            metrics.start()
         http_server.app.include_router(router(tokenizer_manager))
         http_server.app.state.anabranch = True
 
 
-def router(tokenizer_manager: Any) -> APIRouter:
-    routes = APIRouter(prefix="/anabranch/v1", tags=["anabranch"])
+def router(manager: Any) -> APIRouter:
+    routes = APIRouter(prefix=PREFIX, tags=["anabranch"])
+
+    async def exists(key: Key) -> bool:
+        try:
+            await ask(manager, "info", tenant=key[0], id=key[1])
+        except Refusal as refusal:
+            if refusal.code == "state_released":
+                raise
+            return False
+        return True
+
+    attempts = Attempts(exists)
 
     @routes.post("/generate", response_model=None)
     @answers
     async def generate(request: Request) -> Response:
         arrived = time.perf_counter()
-        asked = await parsed(request, wire.GenerateRequest)
-        events = generation.generate(tokenizer_manager, asked, request, arrived)
-        first = await anext(events)  # what is wrong with a request shows before its first event
+        asked, tenant = await parsed(request, wire.GenerateRequest), caller(request).tenant
+        keep_time(manager)
+        start = partial(generation.attempt, manager, asked, tenant, arrived)
+        events = attempts.join((tenant, asked.id), asked, start)
         if asked.stream:
+            first = await unless_gone(
+                request, anext(events)
+            )  # what is wrong with a request shows before its first event
             return StreamingResponse(_stream(first, events, asked.id), media_type="text/event-stream")
-        assert isinstance(first, wire.FinalEvent), "without a stream there is one event"
-        return reply(first.response)
+        final = await unless_gone(request, _last(events))
+        assert isinstance(final, wire.FinalEvent), "the final event is the last"
+        return reply(final.response)
 
     @routes.post("/explain", response_model=None)
     @answers
     async def explain(request: Request) -> Response:
         asked = await parsed(request, wire.ExplainRequest)
         spec = asked.spec.model_dump(mode="json") if asked.spec is not None else None
-        return reply(wire.Explanation.model_validate(await ask(tokenizer_manager, "explain", id=asked.id, spec=spec)))
+        found = await ask(manager, "explain", tenant=caller(request).tenant, id=asked.id, spec=spec)
+        return reply(wire.Explanation.model_validate(found))
 
     @routes.get("/states", response_model=None)
     @answers
     async def states(request: Request) -> Response:
-        return reply(wire.StateList.model_validate(await ask(tokenizer_manager, "list")))
+        return reply(wire.StateList.model_validate(await ask(manager, "list", tenant=caller(request).tenant)))
+
+    @routes.post("/states/renew", response_model=None)
+    @answers
+    async def renew(request: Request) -> Response:
+        asked = await parsed(request, wire.RenewRequest)
+        found = await ask(
+            manager, "renew", tenant=caller(request).tenant, ids=asked.ids, lease=asked.lease, strict=False
+        )
+        return reply(wire.Renewal.model_validate(found))
+
+    @routes.post("/states/release", response_model=None)
+    @answers
+    async def release(request: Request) -> Response:
+        asked, tenant = await parsed(request, wire.ReleaseRequest), caller(request).tenant
+        found = wire.Released.model_validate(await ask(manager, "release", tenant=tenant, ids=asked.ids, strict=False))
+        for state_id in asked.ids:
+            attempts.forget((tenant, state_id))
+        return reply(found)
 
     @routes.get("/states/{state_id}", response_model=None)
     @answers
     async def state(request: Request, state_id: str) -> Response:
-        return reply(wire.StateInfo.model_validate(await ask(tokenizer_manager, "info", id=state_id)))
+        return reply(await _info(request, state_id))
 
     @routes.delete("/states/{state_id}", response_model=None)
     @answers
-    async def release(request: Request, state_id: str) -> Response:
-        await ask(tokenizer_manager, "release", id=state_id)
+    async def release_one(request: Request, state_id: str) -> Response:
+        tenant = caller(request).tenant
+        await ask(manager, "release", tenant=tenant, ids=[state_id], strict=True)
+        attempts.forget((tenant, state_id))
+        return Response(status_code=204)
+
+    @routes.post("/states/{state_id}/renew", response_model=None)
+    @answers
+    async def renew_one(request: Request, state_id: str) -> Response:
+        asked = await parsed(request, wire.RenewOneRequest, empty=True)
+        tenant = caller(request).tenant
+        await ask(manager, "renew", tenant=tenant, ids=[state_id], lease=asked.lease, strict=True)
+        return reply(await _info(request, state_id))
+
+    @routes.post("/states/{state_id}/cancel", response_model=None)
+    @answers
+    async def cancel(request: Request, state_id: str) -> Response:
+        await ask(manager, "cancel", tenant=caller(request).tenant, id=state_id)
         return Response(status_code=204)
 
     @routes.get("/stats", response_model=None)
     @answers
     async def stats(request: Request) -> Response:
-        return reply(wire.Stats.model_validate(await ask(tokenizer_manager, "stats")))
+        who = caller(request)
+        found = await ask(manager, "stats", tenant=who.tenant, everything=who.operator)
+        return reply(wire.Stats.model_validate(found))
 
     @routes.get("/health", response_model=None)
     @answers
     async def health(request: Request) -> Response:
-        await ask(tokenizer_manager, "stats")  # the scheduler answers
-        args = tokenizer_manager.server_args
+        await ask(manager, "ping")  # the scheduler answers
+        args = manager.server_args
         return reply(
             wire.Health(
                 status="ok",
@@ -92,7 +156,38 @@ def router(tokenizer_manager: Any) -> APIRouter:
             )
         )
 
+    @routes.get("/openapi.json", response_model=None)
+    async def openapi() -> Response:
+        return JSONResponse(description())
+
+    async def _info(request: Request, state_id: str) -> wire.StateInfo:
+        found = await ask(manager, "info", tenant=caller(request).tenant, id=state_id)
+        return wire.StateInfo.model_validate(found)
+
     return routes
+
+
+async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
+    """Await `answer`; it is cancelled, and ClientDisconnect raised, if the client goes away before."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, watch = asyncio.ensure_future(answer), asyncio.create_task(gone())
+    try:
+        await asyncio.wait([answering, watch], return_when=asyncio.FIRST_COMPLETED)
+        if not answering.done():
+            raise ClientDisconnect
+        return answering.result()
+    finally:
+        answering.cancel()
+        watch.cancel()
+
+
+async def _last(events: AsyncGenerator[Event, None]) -> Event:
+    async with aclosing(events):
+        return [event async for event in events][-1]
 
 
 def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitable[Response]]:
@@ -112,8 +207,9 @@ def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitabl
     return answered
 
 
-async def parsed(request: Request, model: type[M]) -> M:
-    """The body as `model`. Raises Refusal; a body that is too large is not read to its end."""
+async def parsed(request: Request, model: type[M], *, empty: bool = False) -> M:
+    """The body as `model`; with `empty`, none is one without fields. Raises Refusal; a body that is too large is not
+    read to its end."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -124,7 +220,7 @@ async def parsed(request: Request, model: type[M]) -> M:
                 hint="send long inputs in parts: append them to a state, one generate with max_tokens=0 each",
             )
     try:
-        return model.model_validate_json(bytes(body))
+        return model.model_validate_json(bytes(body) or b"{}" if empty else bytes(body))
     except ValidationError as error:
         raise invalid(error) from error
 
@@ -133,16 +229,14 @@ def reply(model: BaseModel, status: int = 200, headers: dict[str, str] | None = 
     return Response(model.model_dump_json(), status, headers, media_type="application/json")
 
 
-async def _stream(first: Any, events: AsyncIterator[Any], state_id: str) -> AsyncIterator[bytes]:
-    try:
-        yield _event(first)
-        async for event in events:
-            yield _event(event)
-    except Refusal as refusal:
-        yield _event(wire.ErrorEvent(error=refusal.body(state_id)))
-    except (HTTPException, ValueError) as error:
-        body = wire.ErrorBody(code="internal", message=str(error), request_id=state_id)
-        yield _event(wire.ErrorEvent(error=body))
+async def _stream(first: Event, events: AsyncGenerator[Event, None], state_id: str) -> AsyncIterator[bytes]:
+    async with aclosing(events):
+        try:
+            yield _event(first)
+            async for event in events:
+                yield _event(event)
+        except Refusal as refusal:
+            yield _event(wire.ErrorEvent(error=refusal.body(state_id)))
 
 
 def _event(event: BaseModel) -> bytes:

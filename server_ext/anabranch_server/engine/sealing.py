@@ -26,8 +26,13 @@ def around_update_finish_state(original: Callable[..., None], req: Any, new_acce
     run = _cache.run_of(req) if _cache is not None else None
     if run is None:
         original(req, new_accepted_len)
-    elif run.hidden_finish is not None and not req.to_finish:
+    elif run.hidden_finish is not None and (not req.to_finish or run.running.keep_partial):
+        req.to_finish = None
         req.finished_reason, req.finished_len = run.hidden_finish
+    elif run.running.keep_partial and adapter().is_cancelled(req) and not req.finished():
+        adapter().end_as_cancelled(req)
+        run.cancelled = True
+        _finish(req, run)
     else:
         original(req, new_accepted_len)
         if req.finished_reason is not None and not adapter().is_aborted(req):

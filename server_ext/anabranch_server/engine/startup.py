@@ -14,7 +14,9 @@ from sglang.srt.utils.common import get_device
 from anabranch_server.engine import rows
 from anabranch_server.engine.cache import AnabranchCache, Model
 from anabranch_server.engine.versions import UnsupportedSGLang, adapter
+from anabranch_server.limits import Limits
 from anabranch_server.models import ModelStamp, traits
+from anabranch_server.tenancy import read_keys
 
 BACKEND = "anabranch"
 
@@ -49,14 +51,29 @@ def build_cache(context: Any) -> AnabranchCache:
         can_shift=model_traits.unshiftable or can_shift,
         max_context=min(config.context_len, pool) - 7,  # what SGLang keeps back: tp_worker.get_worker_info
     )
-    cache = AnabranchCache(registry.default_radix_cache_factory(context), model)
+    cache = AnabranchCache(registry.default_radix_cache_factory(context), model, limits())
     rows.install(cache.rows)
     return cache
+
+
+def limits() -> Limits:
+    """What the operator set; raises UnsupportedSGLang."""
+    try:
+        found = Limits.read()
+        if found.api_keys_file:
+            read_keys(found.api_keys_file)
+    except ValueError as error:
+        raise UnsupportedSGLang(str(error)) from None
+    return found
 
 
 def refuse_flags(args: Any) -> None:
     """Raise UnsupportedSGLang, by name, for server arguments under which states would go wrong."""
     refused = {
+        "--tokenizer-worker-num over 1": args.tokenizer_worker_num > 1,
+        "--grpc-mode": args.grpc_mode or args.smg_grpc_mode,
+        "--api-key, when there is a keys file (the operator's key is --admin-api-key),": args.api_key is not None
+        and bool(limits().api_keys_file),
         "--page-size over 1": (args.page_size or 1) > 1,
         "--dp-size over 1": args.dp_size > 1,
         "--pp-size over 1": args.pp_size > 1,

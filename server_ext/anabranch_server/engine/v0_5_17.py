@@ -6,9 +6,11 @@ No decisions here. A second version is a second module with the same functions.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import AbortReq
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
@@ -17,7 +19,9 @@ from sglang.srt.managers.schedule_batch import (
     FINISH_MATCHED_TOKEN,
     Req,
 )
+from sglang.srt.managers.schedule_policy import CacheAgnosticPolicy
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 NAN_REASON = "NaN happened"  # how SGLang reports a token that no model could have sampled
 
@@ -60,6 +64,20 @@ def is_aborted(req: Req) -> bool:
     reason = req.finished_reason
     nan = isinstance(reason, FINISH_MATCHED_STR) and reason.matched == NAN_REASON
     return isinstance(reason, FINISH_ABORT) or isinstance(req.to_finish, FINISH_ABORT) or nan
+
+
+def is_cancelled(req: Req) -> bool:
+    """Whether somebody asked for the request's end, now or before."""
+    for reason in (req.finished_reason, req.to_finish):
+        if isinstance(reason, FINISH_ABORT):
+            return reason.status_code is None
+    return False
+
+
+def end_as_cancelled(req: Req) -> None:
+    """Let a request that is to be aborted end well instead, with what it has."""
+    length = len(req.output_ids)
+    req.to_finish, req.finished_reason, req.finished_len = None, FINISH_LENGTH(length=length), length
 
 
 def is_stub(req: Req, context: int) -> bool:
@@ -120,9 +138,29 @@ def nothing_runs(scheduler: Any) -> bool:
     return idle and scheduler.chunked_req is None and not getattr(scheduler, "result_queue", ())
 
 
-def send_abort(scheduler: Any, received: Any, reason: dict[str, Any]) -> None:
-    """Tell the client that a request, which never reached the queue, ended with `reason`."""
+def send_abort(scheduler: Any, received: Any, reason: dict[str, Any] | None) -> None:
+    """Tell the client that a request, which never reached the queue, ended with `reason` (none: it was cancelled)."""
     scheduler.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=received.rid, finished_reason=reason), received)
+
+
+def rebuild_request(received: Any, number: int, tokens: Any, adapter_id: str | None) -> Any:
+    """A request that prefills `tokens`, generates nothing and answers nobody, on behalf of `received`.
+
+    SGLang lets the output of ids with this prefix fall silently.
+    """
+    again = copy(received)
+    again.rid = f"{HEALTH_CHECK_RID_PREFIX}_anabranch_{number}"
+    again.input_text, again.input_ids, again.lora_id = "", tokens, adapter_id
+    again.return_logprob, again.logprob_start_len, again.top_logprobs_num = False, -1, 0
+    again.token_ids_logprob, again.stream = None, False
+    again.sampling_params = SamplingParams(max_new_tokens=0, temperature=0)
+    again.sampling_params.normalize(None)
+    return again
+
+
+def fair_order_matters(scheduler: Any) -> bool:
+    """Whether the waiting queue is served in its own order, so that we may decide it."""
+    return scheduler.policy.policy == CacheAgnosticPolicy.FCFS and not scheduler.enable_priority_scheduling
 
 
 def unblock_admission(scheduler: Any) -> None:
