@@ -27,6 +27,8 @@ def activate_platform() -> str | None:
 
 
 def has_accelerator() -> bool:
-    """Whether a GPU driver is present; asked without importing torch."""
+    """Whether there is a GPU that may be used; asked without importing torch. CUDA_VISIBLE_DEVICES="" hides them."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return False
     devices = ("/dev/nvidiactl", "/dev/kfd", "/dev/dri/renderD128", "/dev/davinci0")
     return any(Path(device).exists() for device in devices) or find_spec("torch_npu") is not None

@@ -331,7 +331,8 @@ class Actions:
         listed = await self.calls.listed(draw.key)
         missing = [known for known in self.world.sealed(draw.key) if known.id in sure - listed and known.sure]
         if missing:
-            raise Violation(f"GET states: {missing[0].node.name} {missing[0].id} is missing")
+            one = missing[0]
+            raise Violation(f"GET states: {one.node.name} {one.id} is missing (lease {one.lease}, used {one.used:.1f})")
         return "ok"
 
     # ------------------------------------------------------------ the rest of the server
@@ -380,7 +381,8 @@ class Actions:
             listed = {state_id for key in self.keys for state_id in await self.calls.listed(key)}
         for one in known:
             if one.id in listed:
-                one.doubt_from = before[one]
+                if one.doubt_from == min(before[one], since):  # else its lease began anew meanwhile
+                    one.doubt_from = before[one]
             elif not one.ending:
                 self.world.remove(one)
         return "flushed" if answer.ok else "busy"

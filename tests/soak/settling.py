@@ -134,6 +134,8 @@ class Settling:
                 await self.actions.give_up(probe)
 
     def compare(self, nodes: list[Node]) -> None:
+        if not self.actions.judge.has("oracle"):
+            return
         tally = self.actions.tally
         rough = partial(logprobs, nodes, self.rough)
         tally.worst = max(tally.worst, checks.answers(nodes, self._exactly(nodes), rough))

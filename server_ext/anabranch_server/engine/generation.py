@@ -52,10 +52,14 @@ async def generate(
         return_logprob=asked.sampling.logprobs,
         top_logprobs_num=asked.sampling.top_logprobs,
     )
-    text, sent, first_at, out = "", 0, 0.0, {}
+    text, sent, first_at = "", 0, 0.0
+    out: dict[str, Any] = {}
     try:
-        async for out in manager.generate_request(order, None):
+        async for latest in manager.generate_request(order, None):
             first_at = first_at or time.perf_counter()
+            # One that is cancelled in the queue, after a retraction, comes without most of what it had.
+            more = {name: out[name] for name in ("text", "output_ids") if len(out.get(name, ())) > len(latest[name])}
+            out = {**latest, **more}
             reason = out["meta_info"]["finish_reason"]
             if reason is not None:
                 _raise_if_refused(reason)
@@ -149,12 +153,14 @@ def _response(
     cancelled = reason["type"] == "abort" or report.get("cancelled", False)
     if not report and not cancelled:
         raise Refusal("internal", "the generation ended without a usable state", hint="the server's log says why")
-    kept = report.get("generated_tokens", 0)
+    ids = out.get("output_ids", ())
+    had = min(len(ids), asked.sampling.max_tokens)  # SGLang samples one token where none was asked for
+    kept = had if cancelled and not report.get("kept") else report["generated_tokens"]
     reused = max(0, meta.get("cached_tokens", 0) - report.get("rebuilt_tokens", 0))
     return wire.GenerateResponse(
         id=asked.id,
-        text=out.get("text", ""),
-        tokens=asked.generated or tuple(out.get("output_ids", ())[:kept]),
+        text=out.get("text", "") if asked.sampling.max_tokens else "",
+        tokens=asked.generated or tuple(ids[:kept]),
         logprobs=_logprobs(meta, kept) if asked.sampling.logprobs else None,
         finish_reason="cancelled" if cancelled else reason["type"],
         usage=wire.Usage(

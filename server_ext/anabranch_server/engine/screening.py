@@ -23,7 +23,7 @@ def screen(order: Any, vocabulary: int) -> None:
     """`order` is SGLang's request, as the client filled it in; raises ValueError."""
     tokens, sampling = getattr(order, "input_ids", None), getattr(order, "sampling_params", None)
     if isinstance(getattr(order, "text", None), str) or isinstance((tokens or [None])[0], int):
-        for name in ("rid", "sampling_params"):
+        for name in ("rid", "sampling_params", "return_logprob", "logprob_start_len", "top_logprobs_num", "lora_path"):
             if isinstance(getattr(order, name, None), list):
                 raise ValueError(f"{name} is a list, but there is one prompt")
     for one in tokens if tokens and isinstance(tokens[0], list) else [tokens or ()]:
@@ -32,6 +32,9 @@ def screen(order: Any, vocabulary: int) -> None:
     for count in _each(getattr(order, "top_logprobs_num", None)):
         if isinstance(count, int) and not 0 <= count <= vocabulary:
             raise ValueError(f"top_logprobs_num is {count}; it must be in [0, {vocabulary}]")
+    for start in _each(getattr(order, "logprob_start_len", None)):
+        if isinstance(start, int) and start < -1:
+            raise ValueError(f"logprob_start_len is {start}; it must be at least -1")
     for one in _each(sampling):
         for name, value in one.items() if isinstance(one, dict) else ():
             _check_argument(name, value, vocabulary)

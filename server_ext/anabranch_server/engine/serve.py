@@ -56,7 +56,10 @@ def run(argv: list[str]) -> int:
     load_plugins()
     try:
         hooks.verify()
-        args = prepare_server_args(with_defaults(argv, cpu=not has_accelerator()))
+        words = with_defaults(argv, cpu=not has_accelerator())
+        if startup.limits().api_keys_file:
+            words.append("--skip-server-warmup")  # SGLang's own has no key: it would be refused, and end the server
+        args = prepare_server_args(words)
         startup.refuse_flags(args)
     except UnsupportedSGLang as error:
         print(f"anabranch serve: {error}", file=sys.stderr)
