@@ -298,8 +298,8 @@ FinishReason: TypeAlias = Literal["stop", "length", "cancelled"]
 
 class GenerateResponse(Reply):
     """The whole result. `tokens` are the generated tokens that the new state owns, so a matched stop token or stop
-    string is not among them; without a state, those that were generated. `kept` is false if there is no state: the request asked not to keep it, or it was
-    cancelled (with `keep_partial`, a cancelled one may be kept)."""
+    string is not among them; without a state, those that were generated. `kept` is false if there is no state: the
+    request asked not to keep it, or it was cancelled (with `keep_partial`, a cancelled one may be kept)."""
 
     id: StateId
     text: str

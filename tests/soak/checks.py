@@ -23,6 +23,7 @@ TOLERATED = (
     "is larger than numa node number",  # two ranks, one memory: "to avoid the out-of-memory error"
     "DeprecationWarning",  # of starlette, in a file with "exception" in its name
     "multiprocessing/resource_tracker",  # Python, after the end
+    "OpenAI Responses API",  # of SGLang, where a package for it is not installed
 )
 """What log lines may say though they match FAULTS."""
 

@@ -49,10 +49,10 @@ SHAPES = ("root", "fork", "join", "artifact", "rewind", "once")
 """Kinds that say what a new state is made from; other kinds that make one draw one of these."""
 TRAITS = ("tenancy", "keep_partial", "cancelled", "evict", "quota", "streamed_logprobs", "oracle")
 """Not operations, but likewise switched off by name: several API keys (tenancy); cancelled generations that leave a
-state (keep_partial); aborted requests that end as cancelled and not with an error (cancelled); states that are evicted
-and computed again, so that more are kept than fit (evict); tenants that may be refused as too busy (quota); streams
-with logprobs, of which SGLang 0.5.17 loses the first after a retraction (streamed_logprobs); brute force, which bf16 cannot meet
-(oracle)."""
+state (keep_partial); aborted requests that end as cancelled and not with an error (cancelled); states that are
+evicted and computed again, so that more are kept than fit (evict); tenants that may be refused as too busy (quota);
+streams with logprobs, of which SGLang 0.5.17 loses the first after a retraction (streamed_logprobs); brute force,
+which bf16 cannot meet (oracle)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import Request
@@ -47,7 +48,7 @@ async def around_generate_request(
 ) -> AsyncIterator[Any]:
     """SGLang's endpoints come through here, and our own, which give no `request` and stamp themselves."""
     screen(order, manager.model_config.vocab_size)
-    if request is not None:
+    if request is not None and not request.url.path.startswith("/health"):  # its probe's id is SGLang's own
         for rid in order.rid if isinstance(order.rid, list) else [order.rid]:
             if isinstance(rid, str) and any(rid.startswith(mine) or mine.startswith(rid) for mine in RESERVED):
                 raise ValueError(f"request ids may not begin with, or be the beginning of, {' or '.join(RESERVED)}")
@@ -61,7 +62,15 @@ async def around_generate_request(
                 sampling["custom_params"] = {**custom, TENANT: _stamp(request)}
     async with aclosing(original(manager, order, request)) as outputs:
         async for output in outputs:
+            _name_status(output)
             yield output
+
+
+def _name_status(output: Any) -> None:
+    """SGLang's streaming endpoints tell an error from a cancellation by the type of its status."""
+    reason = output.get("meta_info", {}).get("finish_reason") if isinstance(output, dict) else None
+    if isinstance(reason, dict) and isinstance(reason.get("status_code"), int):
+        reason["status_code"] = HTTPStatus(reason["status_code"])
 
 
 def _stamp(request: Request) -> str:

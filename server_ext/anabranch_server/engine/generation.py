@@ -57,10 +57,11 @@ async def generate(
     try:
         async for latest in manager.generate_request(order, None):
             first_at = first_at or time.perf_counter()
-            # One that is cancelled in the queue, after a retraction, comes without most of what it had.
-            more = {name: out[name] for name in ("text", "output_ids") if len(out.get(name, ())) > len(latest[name])}
-            out = {**latest, **more}
-            reason = out["meta_info"]["finish_reason"]
+            reason = latest["meta_info"]["finish_reason"]
+            if reason is not None and reason["type"] == "abort" and len(latest["output_ids"]) < sent:
+                # One that is cancelled in the queue, after a retraction, comes without most of what it had.
+                latest |= {"text": out["text"], "output_ids": out["output_ids"]}
+            out = latest
             if reason is not None:
                 _raise_if_refused(reason)
             elif asked.stream and (len(out["text"]) > len(text) or len(out["output_ids"]) > sent):
