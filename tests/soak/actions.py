@@ -275,6 +275,8 @@ class Actions:
             checks.same(known.node, *made)
         elif answer.ok:
             self.world.lost[known.id] = known.key
+        elif answer.code in GONE and (not made or any(one.shaken or one.interrupted for one in known.parents)):
+            pass  # a parent was cancelled and made again, between the two
         elif answer.code != outcome and not self.judge.excused(known, answer):
             raise Violation(f"{known.node.name} {known.id} twice: {outcome}, and {answer.code} {answer.message}")
         return f"at once: {answer.code}"

@@ -68,7 +68,7 @@ class Judge:
             raise Violation(f"{known.node.name} {known.id}: kept, though keep was false")
         else:
             known.phase = "sealed"
-            known.interrupted = False
+            known.shaken, known.interrupted = known.shaken or known.interrupted, False
             known.touch(known.started)
             if self.world.flushes.overlaps(known.started):
                 known.doubt_from = known.started

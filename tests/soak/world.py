@@ -38,6 +38,8 @@ class Known:
     phase: Literal["running", "sealed", "gone"] = "running"
     ending: bool = False
     interrupted: bool = False
+    shaken: bool = False
+    """It was interrupted once, and then made after all."""
     released: bool = False
     lease: float | None = None
     started: float = field(default_factory=time.monotonic)

@@ -25,10 +25,11 @@ REMEMBERED_BYTES = 64 * 2**20
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One generation: `source` yields its events, `cancel` asks for its end."""
+    """One generation: `source` yields its events, `cancel` asks SGLang for its end. Where SGLang does not have it yet,
+    `source` has to look whether it is `ending`."""
 
     body: bytes
-    source: AsyncIterator[Event]
+    source: Callable[[Attempt], AsyncIterator[Event]]
     cancel: Callable[[], None]
     events: list[Event] = field(default_factory=list)
     error: BaseException | None = None
@@ -40,7 +41,7 @@ class Attempt:
 
     async def run(self) -> None:
         try:
-            async for event in self.source:
+            async for event in self.source(self):
                 self.events.append(event)
                 self._wake()
         except BaseException as error:
@@ -54,6 +55,11 @@ class Attempt:
     def _wake(self) -> None:
         self._news.set()
         self._news = asyncio.Event()
+
+    def end(self) -> None:
+        """Nobody wants the rest."""
+        self.ending = True
+        self.cancel()
 
     async def follow(self) -> AsyncGenerator[Event, None]:
         """All events from the first on. When the last follower leaves early, the generation is asked to end."""
@@ -73,8 +79,7 @@ class Attempt:
         finally:
             self.attached -= 1
             if not self.attached and not self.over.is_set():
-                self.ending = True
-                self.cancel()
+                self.end()
 
 
 @dataclass(slots=True)
@@ -122,6 +127,13 @@ class Attempts:
             # What was cancelled and left nothing may be asked again.
             if isinstance(last, wire.FinalEvent) and (last.response.kept or last.response.finish_reason != "cancelled"):
                 self._remember(key, attempt.body, last.response.model_dump_json().encode())
+
+    def end(self, key: Key) -> bool:
+        """Ask for the end of a generation; whether it is one of ours."""
+        attempt = self._running.get(key)
+        if attempt is not None:
+            attempt.end()
+        return attempt is not None
 
     def forget(self, key: Key) -> None:
         """The state is gone: to ask for it again is to make it again, or to be told so."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
@@ -23,6 +24,8 @@ from anabranch_server.engine.attempts import Attempt, Event, fingerprint
 from anabranch_server.engine.channel import ask
 from anabranch_server.errors import Refusal
 
+NOTHING: dict[str, Any] = {"meta_info": {"finish_reason": {"type": "abort"}}}
+"""What SGLang would say of a request that was cancelled before it began."""
 NEVER = 2**30
 """A stream interval no generation reaches: SGLang then sends the first token and the end."""
 
@@ -30,16 +33,18 @@ NEVER = 2**30
 def attempt(manager: Any, asked: wire.GenerateRequest, tenant: str, arrived: float) -> Attempt:
     """A generation that has not begun."""
     rid = RID_PREFIX + token_hex(16)  # nobody else knows it, so nobody else can abort it
-    return Attempt(
-        fingerprint(asked), generate(manager, asked, tenant, rid, arrived), lambda: manager.abort_request(rid)
-    )
+    source = partial(generate, manager, asked, tenant, rid, arrived)
+    return Attempt(fingerprint(asked), source, lambda: manager.abort_request(rid))
 
 
 async def generate(
-    manager: Any, asked: wire.GenerateRequest, tenant: str, rid: str, arrived: float
+    manager: Any, asked: wire.GenerateRequest, tenant: str, rid: str, arrived: float, attempt: Attempt
 ) -> AsyncIterator[Event]:
     """Yield a delta for each piece of text if a stream was asked for, then the final event. Raises Refusal."""
     tokens, turn = await _input(manager, asked, tenant)
+    if attempt.ending:  # from here on SGLang knows the request, and can end it
+        yield wire.FinalEvent(response=_response(asked, NOTHING, arrived, time.perf_counter()))
+        return
     spec = asked.model_dump(mode="json", include=set(wire.ContextSpec.model_fields))
     spec |= {"turn": turn, "generated_tokens": len(asked.generated or ()), "again": asked.again}
     sampling = _sampling(asked)
@@ -53,7 +58,7 @@ async def generate(
         top_logprobs_num=asked.sampling.top_logprobs,
     )
     text, sent, first_at = "", 0, 0.0
-    out: dict[str, Any] = {}
+    out = {}
     try:
         async for latest in manager.generate_request(order, None):
             first_at = first_at or time.perf_counter()
@@ -68,7 +73,9 @@ async def generate(
                 yield wire.DeltaEvent(text=out["text"][len(text) :], tokens=tuple(out["output_ids"][sent:]))
                 text, sent = out["text"], len(out["output_ids"])
     except ValueError as error:  # SGLang's own checks, before it sends anything to its scheduler
-        raise Refusal("invalid_request", str(error)) from error
+        if not attempt.ending:
+            raise Refusal("invalid_request", str(error)) from error
+        out = out or NOTHING
     except HTTPException as error:
         code: wire.ErrorCode = "rate_limited" if error.status_code == 503 else "internal"
         raise Refusal(code, str(error.detail)) from error

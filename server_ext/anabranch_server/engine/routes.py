@@ -131,7 +131,9 @@ def router(manager: Any) -> APIRouter:
     @routes.post("/states/{state_id}/cancel", response_model=None)
     @answers
     async def cancel(request: Request, state_id: str) -> Response:
-        await ask(manager, "cancel", tenant=caller(request).tenant, id=state_id)
+        tenant = caller(request).tenant
+        if not attempts.end((tenant, state_id)):
+            await ask(manager, "cancel", tenant=tenant, id=state_id)
         return Response(status_code=204)
 
     @routes.get("/stats", response_model=None)

@@ -16,6 +16,9 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 INTERNAL = ("stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len", "is_normalized")
 """Fields of SGLang's that it fills in itself, and takes from clients too."""
 LARGEST = 1e6
+"""Of a logit bias; more than this is infinity beside other penalties."""
+LEAST_PENALTY = 1e-3
+"""Logits are divided by it, and what is infinite then cannot be sampled from."""
 MOST_SAMPLES = 1024
 
 
@@ -57,6 +60,8 @@ def _check_argument(name: str, value: Any, vocabulary: int) -> None:
         raise ValueError(f"logit_bias has a value that is not between -{LARGEST:g} and {LARGEST:g}")
     if isinstance(converted, int) and name != "sampling_seed" and not -(2**31) <= converted < 2**31:
         raise ValueError(f"{name} is {converted}, which does not fit into 32 bits")
+    if name == "repetition_penalty" and converted < LEAST_PENALTY:
+        raise ValueError(f"repetition_penalty is {converted}; it must be at least {LEAST_PENALTY}")
     if name == "n" and not 1 <= converted <= MOST_SAMPLES:
         raise ValueError(f"n is {converted}; it must be in [1, {MOST_SAMPLES}]")
     if name == "stop_regex":

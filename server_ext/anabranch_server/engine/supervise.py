@@ -102,7 +102,9 @@ def _clean(leader: int, notes: Path, family: set[int]) -> None:
             os.waitpid(-1, 0)
     for path in notes.read_text().splitlines():
         Path(path).unlink(missing_ok=True)
-    for pid in family:  # semaphores that joblib, which SGLang imports, makes in each process
-        for left in Path("/dev/shm").glob(f"sem.loky-{pid}-*"):
-            left.unlink(missing_ok=True)
+    for pid in family:
+        # Semaphores that joblib, which SGLang imports, makes in each process; queues between tensor-parallel ranks.
+        for name in (f"sem.loky-{pid}-*", f"sgl_shm_mq_{pid}_*"):
+            for left in Path("/dev/shm").glob(name):
+                left.unlink(missing_ok=True)
     notes.unlink()
