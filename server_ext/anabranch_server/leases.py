@@ -18,13 +18,15 @@ Key = tuple[str, str]
 class Leases:
     """`now`, in seconds, is the last time that was told; it only moves forward.
 
-    What happens between two tellings counts from the second: a lease is never shorter than was promised.
+    A time is old when it arrives, and who tells it waits until it has. So a lease that begins after one telling counts
+    from the second after that: it is never shorter than was promised.
     """
 
     now: float = 0.0
     _of: dict[Key, tuple[float, float]] = field(default_factory=dict)
     """Seconds, and when they are over; infinity until the time is told."""
     _fresh: dict[Key, None] = field(default_factory=dict)
+    _told_once: dict[Key, None] = field(default_factory=dict)
     _next: list[tuple[float, Key]] = field(default_factory=list)
     """A heap, with an entry at or before the end of each lease; `_looked` says when that is."""
     _looked: dict[Key, float] = field(default_factory=dict)
@@ -37,6 +39,7 @@ class Leases:
 
     def begin(self, key: Key, seconds: float) -> None:
         self._of[key] = (seconds, inf)
+        self._told_once.pop(key, None)
         self._fresh[key] = None
 
     def renew(self, key: Key, seconds: float | None = None) -> None:
@@ -46,6 +49,7 @@ class Leases:
     def end(self, key: Key) -> None:
         del self._of[key]
         self._fresh.pop(key, None)
+        self._told_once.pop(key, None)
         self._looked.pop(key, None)
         if not self._of:
             self._next.clear()
@@ -58,12 +62,12 @@ class Leases:
     def advance(self, now: float) -> Iterator[Key]:
         """It is `now`: gives those whose time is over, which the caller ends."""
         self.now = max(self.now, now)
-        for key in self._fresh:
+        for key in self._told_once:
             seconds, _ = self._of[key]
             self._of[key] = (seconds, over := self.now + seconds)
             if over < self._looked.get(key, inf):
                 self._look(key, over)
-        self._fresh.clear()
+        self._told_once, self._fresh = self._fresh, {}
         while self._next and self._next[0][0] <= self.now:
             at, key = heapq.heappop(self._next)
             if self._looked.get(key) != at:

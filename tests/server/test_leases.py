@@ -14,7 +14,11 @@ A, B, C = ("", "a"), ("", "b"), ("x", "a")
 
 
 def over(leases: Leases, now: float) -> list[tuple[str, str]]:
-    """Who is over at `now`, each ended at once, as the store does it."""
+    """Who is over at `now`, each ended at once, as the store does it. It is told twice, so that all have begun."""
+    return told(leases, now) + told(leases, now)
+
+
+def told(leases: Leases, now: float) -> list[tuple[str, str]]:
     found = []
     for key in leases.advance(now):
         leases.end(key)
@@ -31,6 +35,16 @@ def begin(leases: Leases, key: tuple[str, str], seconds: float) -> None:
 def renew(leases: Leases, key: tuple[str, str], seconds: float | None = None) -> None:
     leases.renew(key, seconds)
     assert over(leases, leases.now) == []
+
+
+def test_a_time_is_old_when_it_arrives_so_a_lease_begins_with_the_second_one():
+    leases = Leases()
+    leases.begin(A, 10)
+    assert (told(leases, 100), leases.left(A)) == ([], 10), "it may have been sent before the lease began"
+    assert (told(leases, 103), leases.left(A)) == ([], 10)
+    leases.renew(A)
+    assert (told(leases, 112), told(leases, 113), told(leases, 122.9)) == ([], [], [])
+    assert told(leases, 123) == [A]
 
 
 def test_a_lease_begins_when_the_time_is_told_next():

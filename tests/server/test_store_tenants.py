@@ -104,7 +104,7 @@ def test_nor_when_it_expires_while_something_of_it_is_being_computed_again(pool:
     state = pool.make("a", tenant=KEY)
     pool.tell(1)
     pool.store.read(state.handed_on)
-    pool.store.expire(10_000)
+    pool.store.expire(20_000)
     pool.store.done_reading(state.handed_on)
     assert {tenant for tenant, _ in pool.store.counts} == {"unnamed"}
 

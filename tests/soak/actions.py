@@ -141,7 +141,10 @@ class Actions:
             raise
         known.interrupted = True
         if self.judge.has("repeat") and draw.dice.random() < 0.5:
-            return f"again: {await self._finish(known)}"
+            outcome = await self._finish(known)
+            if known.id not in self.world.states:  # the first may have been read after the second was answered
+                self.world.lost[known.id] = known.key
+            return f"again: {outcome}"
         self._nobody_saw(known)
         return await self._give_up_lost(known)
 
@@ -267,6 +270,7 @@ class Actions:
             return f"later: {answer.code}"
         known = draw.state(draw.shape())
         self.world.add(known)
+        await self._parents_accepted(known)
         outcome, answer = await asyncio.gather(self._finish(known), self.calls.generate(known.body, known.key))
         # One that was cancelled, and left nothing, may be asked for again: then the second was the first.
         ends = known.reply, GenerateResponse.model_validate(answer.body) if answer.ok else None

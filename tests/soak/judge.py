@@ -29,6 +29,8 @@ class Judge:
         """Book the answer to a generate; returns the outcome in a word. Raises Violation."""
         try:
             if not answer.ok:
+                for parent in known.parents:  # whose own answer says whether it was there
+                    await parent.done.wait()
                 self.world.remove(known)
                 self._refused(known, answer)
                 return answer.code

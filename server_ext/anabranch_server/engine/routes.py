@@ -31,6 +31,7 @@ from anabranch_server.openapi import PREFIX, description
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 CLIENT_GONE = 499
+METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
 def after_init_request_dispatcher(result: Any, tokenizer_manager: Any) -> None:
@@ -161,6 +162,12 @@ def router(manager: Any) -> APIRouter:
     @routes.get("/openapi.json", response_model=None)
     async def openapi() -> Response:
         return JSONResponse(description())
+
+    @routes.api_route("/{path:path}", methods=[*METHODS], include_in_schema=False, response_model=None)
+    @answers
+    async def nothing(request: Request, path: str) -> Response:
+        hint = f"what there is: GET {PREFIX}/openapi.json"
+        raise Refusal("invalid_request", f"there is no {request.method} {request.url.path}", hint=hint)
 
     async def _info(request: Request, state_id: str) -> wire.StateInfo:
         found = await ask(manager, "info", tenant=caller(request).tenant, id=state_id)
