@@ -59,13 +59,15 @@ def test_the_id_of_a_running_state_disturbs_nobody(stepped: Served):
         first = pool.submit(send, stepped, **request)
         while stepped.get(f"/anabranch/v1/states/{request['id']}").status_code != 200:
             assert not first.done()
-        assert error(send(stepped, **request)).code == "invalid_request"
+        assert error(send(stepped, **{**request, "input": [{"text": "y"}]})).code == "invalid_request"
+        again = send(stepped, **request)
         assert len(first.result().json()["tokens"]) == 40
+        assert again.json() == first.result().json(), "the same request joins the first"
 
 
 def test_id_of_a_released_state_is_not_used_again(stepped: Served, state: str):
     stepped.delete(f"/anabranch/v1/states/{state}")
-    refused(stepped, "invalid_request", **{**body(text="x", n=1), "id": state})
+    refused(stepped, "state_released", **{**body(text="x", n=1), "id": state})
 
 
 @pytest.mark.parametrize(

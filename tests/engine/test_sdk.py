@@ -88,7 +88,9 @@ def test_the_same_without_await(stepped: Served):
 
 async def test_unknown_state(client: AsyncClient, stepped: Served):
     state = (await client.root("Hello").generate(max_tokens=1)).state
-    stepped.post("/flush_cache")  # as after a restart of the server
+    stepped.post(f"/anabranch/v1/states/{state.id}/renew", lease=0.1)
+    while stepped.get(f"/anabranch/v1/states/{state.id}").status_code != 404:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
     with pytest.raises(anabranch.StateNotFoundError) as caught:
         await state.generate("x")
     assert caught.value.hint and caught.value.param == "refs"

@@ -47,7 +47,6 @@ async def around_generate_request(
     original: Callable[..., Any], manager: Any, order: Any, request: Request | None = None
 ) -> AsyncIterator[Any]:
     """SGLang's endpoints come through here, and our own, which give no `request` and stamp themselves."""
-    screen(order, manager.model_config.vocab_size)
     if request is not None and not request.url.path.startswith("/health"):  # its probe's id is SGLang's own
         for rid in order.rid if isinstance(order.rid, list) else [order.rid]:
             if isinstance(rid, str) and any(rid.startswith(mine) or mine.startswith(rid) for mine in RESERVED):
@@ -58,8 +57,11 @@ async def around_generate_request(
                 continue
             custom = sampling.get("custom_params")
             if isinstance(custom, dict) and KEY in custom:
+                if not isinstance(custom[KEY], str):
+                    raise ValueError(f"invalid_request: custom_params.{KEY} is a JSON string")
                 keep_time(manager)
                 sampling["custom_params"] = {**custom, TENANT: _stamp(request)}
+    screen(order, manager.model_config.vocab_size)
     async with aclosing(original(manager, order, request)) as outputs:
         async for output in outputs:
             _name_status(output)
