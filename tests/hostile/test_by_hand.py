@@ -79,7 +79,6 @@ def test_ids_in_paths(besieged: Served, name: str):
         assert answer.status_code in (400, 404, 405), answer.text
 
 
-@pytest.mark.xfail(reason="what the router itself refuses (unknown methods, the bare prefix) is not in our words yet")
 @pytest.mark.parametrize("path", [*description()["paths"]])
 def test_wrong_methods(besieged: Served, path: str):
     """Nothing is described for these: which status is the contract's business, but the body is its error."""
@@ -92,7 +91,6 @@ def test_wrong_methods(besieged: Served, path: str):
             judging.ours(answer)
 
 
-@pytest.mark.xfail(reason="what the router itself refuses (unknown methods, the bare prefix) is not in our words yet")
 @pytest.mark.parametrize("path", ["", "/", "/nothing", "/generate/", "/states/", "/states//renew", "/v1/generate"])
 def test_paths_that_are_not_there(besieged: Served, path: str):
     answer = httpx.get(besieged.url + PREFIX + path, timeout=judging.DEADLINE)

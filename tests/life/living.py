@@ -74,9 +74,9 @@ class Live(Served):
         return self.post(f"{STATES}/release", ids=list(states)).json()
 
     def flush(self) -> httpx.Response:
-        """SGLang's own control: clears the whole pool, when nothing runs."""
+        """SGLang's own control: clears the whole pool, when nothing runs. Its last step may not be over yet."""
         self.rest()
-        return self.post("/flush_cache")
+        return self.post("/flush_cache?timeout=10")
 
     def rest(self, seconds: float = 60) -> dict[str, Any]:
         """Wait until nothing runs; returns the stats, which must add up."""

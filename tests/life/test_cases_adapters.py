@@ -101,7 +101,6 @@ def test_lmcache_2961_what_left_memory_comes_back_under_its_adapter(adapted: Liv
     assert adapted.rest()["rebuilds"] >= 3
 
 
-@pytest.mark.xfail(reason="SGLang counts an adapter as used after an abort that is neither 500 nor 503", run=False)
 def test_a_refused_request_does_not_keep_its_adapter(adapted: Live):
     """SGLang unloads an adapter when the last request that names it has ended; a refusal is an end, too."""
     _load(adapted, "passing", "other")

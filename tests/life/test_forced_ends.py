@@ -256,7 +256,6 @@ def test_new_weights_while_a_request_runs(lively: Live):
     assert error(send(lively, **body([inherit(request["id"])], [65], 1))).code == "state_incompatible"
 
 
-@pytest.mark.xfail(reason="SGLang ends the server if its cache cannot be flushed after new weights", run=False)
 def test_new_weights_while_a_rebuild_is_left_over(lively: Live):
     """Who needed it was cancelled, and it goes on. SGLang ends a server whose memory cannot be cleared then."""
     big = ok(lively, text=noise(5, 3000))

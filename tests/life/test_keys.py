@@ -143,8 +143,8 @@ def test_the_share_of_the_pool_that_states_may_occupy(walled: Live, alice: Live,
 def test_metrics_by_tenant(walled: Live, alice: Live, bob: Live):
     ok(alice, text=noise(3, 20), n=2)
     send(bob, **body([inherit("0" * 32)], [65], 1))
-    until(lambda: _series(walled, "anabranch_states", tenant="alice", condition="resident") == 1, seconds=20)
-    assert _series(walled, "anabranch_tokens", tenant="alice", kind="held") == 22
+    until(lambda: _series(walled, "anabranch_tokens", tenant="alice", kind="held") == 22, seconds=20)
+    assert _series(walled, "anabranch_states", tenant="alice", condition="resident") == 1
     assert (_series(walled, "anabranch_created_total", tenant="alice") or 0) >= 1
     assert (_series(walled, "anabranch_rejected_total", tenant="bob") or 0) >= 1
     assert _series(walled, "anabranch_pool_tokens", use="total") == POOL

@@ -5,6 +5,7 @@ A spec reaches the scheduler inside SGLang's own messages, which clients fill in
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from http import HTTPStatus
@@ -29,6 +30,7 @@ RESERVED = (RID_PREFIX, HEALTH_CHECK_RID_PREFIX)
 """How request ids of our own begin. SGLang aborts by prefix, so a client's may not begin one of these either."""
 OPEN_PATHS = ("/health", "/metrics")
 _keyring = Keyring()
+_releasing: set[asyncio.Future[None]] = set()
 
 
 def load(server_args: Any) -> None:
@@ -66,6 +68,18 @@ async def around_generate_request(
         async for output in outputs:
             _name_status(output)
             yield output
+
+
+def around_handle_abort_req(original: Callable[..., None], manager: Any, aborted: Any) -> None:
+    """SGLang gives an adapter back when a request ends that names it, but not when it never ran. With 500 and 503 it
+    does that later."""
+    state = manager.rid_to_state.get(aborted.rid)
+    original(manager, aborted)
+    later = (aborted.finished_reason or {}).get("status_code") in (500, 503)
+    if state is not None and state.finished and manager.enable_lora and state.obj.lora_path and not later:
+        task = asyncio.ensure_future(manager.lora_registry.release(state.obj.lora_id))
+        _releasing.add(task)
+        task.add_done_callback(_releasing.discard)
 
 
 def _name_status(output: Any) -> None:

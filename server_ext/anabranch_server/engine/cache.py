@@ -99,6 +99,8 @@ class AnabranchCache(BasePrefixCache):
         """Whose rebuild ended without a result; whoever waits for them is still to be told."""
         self.swept: list[Any] = []
         """Requests that were parked when the pool was cleared; they are still to be answered."""
+        self.held_back: list[Any] = []
+        """Messages that need an idle scheduler, while rebuilds run that SGLang's HTTP process knows nothing of."""
         self.queue = FairQueue()
         table = inner.req_to_token_pool.req_to_token
         self.rows = RowTable(torch.zeros(table.shape[0], dtype=torch.int64, device=table.device))
@@ -201,7 +203,8 @@ class AnabranchCache(BasePrefixCache):
         run = self.runs.pop(request_id)
         if run.rebuilds is not None:
             self.store.done_reading(run.running.context.intervals)
-            self.not_rebuilt.append(run.rebuilds)
+            if not run.cancelled:
+                self.not_rebuilt.append(run.rebuilds)
         else:
             self.store.close(run.running, "cancelled" if run.cancelled else "failed")
 

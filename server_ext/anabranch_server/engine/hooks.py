@@ -86,8 +86,8 @@ HOOKS = (
     ),
     Hook(
         _MANAGERS + "scheduler.Scheduler.process_input_requests",
-        stepping.after_process_input_requests,
-        HookType.AFTER,
+        stepping.around_process_input_requests,
+        HookType.AROUND,
     ),
     Hook(_MANAGERS + "scheduler.Scheduler.abort_request", admission.around_abort_request, HookType.AROUND),
     Hook(_MANAGERS + "scheduler.Scheduler.init_request_dispatcher", _after_init_request_dispatcher, HookType.AFTER),
@@ -95,6 +95,11 @@ HOOKS = (
     Hook(
         _MANAGERS + "tokenizer_manager.TokenizerManager.generate_request",
         access.around_generate_request,
+        HookType.AROUND,
+    ),
+    Hook(
+        _MANAGERS + "tokenizer_manager.TokenizerManager._handle_abort_req",
+        access.around_handle_abort_req,
         HookType.AROUND,
     ),
     Hook(

@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from sglang.srt.managers.io_struct import AbortReq
+
 from anabranch_server.compile import ContextPlan
 from anabranch_server.engine.admission import refuse
 from anabranch_server.engine.cache import AnabranchCache, Parked, Run
@@ -40,6 +42,19 @@ def advance(scheduler: Any, cache: AnabranchCache) -> None:
                 _rebuild(scheduler, cache, parked, segment)
     if cache.parked and adapter().nothing_runs(scheduler) and not scheduler.waiting_queue:
         _give_up(scheduler, cache, list(cache.parked)[-1])
+    _end_left_over(scheduler, cache)
+
+
+def _end_left_over(scheduler: Any, cache: AnabranchCache) -> None:
+    """End the rebuilds that nobody waits for any more."""
+    rebuilds = [(rid, run) for rid, run in cache.runs.items() if run.rebuilds is not None and not run.cancelled]
+    if not rebuilds:
+        return
+    parked = [interval for one in cache.parked.values() for interval in one.run.running.context.intervals]
+    awaited = cache.store.holdings.missing(parked)
+    for request_id, run in rebuilds:
+        if run.rebuilds not in awaited:
+            scheduler.abort_request(AbortReq(rid=request_id))
 
 
 def _give_up(scheduler: Any, cache: AnabranchCache, request_id: str) -> None:

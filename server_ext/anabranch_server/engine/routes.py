@@ -18,6 +18,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 
 from anabranch import wire
 from anabranch_server.engine import access, generation, metrics
@@ -31,7 +32,6 @@ from anabranch_server.openapi import PREFIX, description
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 CLIENT_GONE = 499
-METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 
 
 def after_init_request_dispatcher(result: Any, tokenizer_manager: Any) -> None:
@@ -43,6 +43,7 @@ def after_init_request_dispatcher(result: Any, tokenizer_manager: Any) -> None:
         if tokenizer_manager.server_args.enable_metrics:
             metrics.start()
         http_server.app.include_router(router(tokenizer_manager))
+        http_server.app.router.routes.append(Route(PREFIX + "{path:path}", Nothing()))
         http_server.app.state.anabranch = True
 
 
@@ -163,17 +164,19 @@ def router(manager: Any) -> APIRouter:
     async def openapi() -> Response:
         return JSONResponse(description())
 
-    @routes.api_route("/{path:path}", methods=[*METHODS], include_in_schema=False, response_model=None)
-    @answers
-    async def nothing(request: Request, path: str) -> Response:
-        hint = f"what there is: GET {PREFIX}/openapi.json"
-        raise Refusal("invalid_request", f"there is no {request.method} {request.url.path}", hint=hint)
-
     async def _info(request: Request, state_id: str) -> wire.StateInfo:
         found = await ask(manager, "info", tenant=caller(request).tenant, id=state_id)
         return wire.StateInfo.model_validate(found)
 
     return routes
+
+
+class Nothing:
+    """Whatever else is asked for under our prefix, by any method: SGLang's app would answer in its own words."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = await _nothing(Request(scope, receive))
+        await answer(scope, receive, send)
 
 
 async def unless_gone(request: Request, answer: Awaitable[T]) -> T:
@@ -214,6 +217,12 @@ def answers(route: Callable[..., Awaitable[Response]]) -> Callable[..., Awaitabl
             return Response(status_code=CLIENT_GONE)  # nobody reads it
 
     return answered
+
+
+@answers
+async def _nothing(request: Request) -> Response:
+    hint = f"what there is: GET {PREFIX}/openapi.json"
+    raise Refusal("invalid_request", f"there is no {request.method} {request.url.path}", hint=hint)
 
 
 async def parsed(request: Request, model: type[M], *, empty: bool = False) -> M:

@@ -1,4 +1,4 @@
-"""What we do once a scheduler step, after its messages were read: sweep, wake, rebuild, take turns.
+"""What we do once a scheduler step, when its messages are read: hold back, sweep, wake, rebuild, take turns.
 
 Only the order of these is decided here.
 """
@@ -6,6 +6,7 @@ Only the order of these is decided here.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.schedule_policy import CLIP_MAX_NEW_TOKENS
@@ -24,10 +25,11 @@ DIGESTS = os.environ.get("ANABRANCH_DIGESTS")
 _steps = 0
 
 
-def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> None:
+def around_process_input_requests(original: Callable[..., None], scheduler: Any, received: list[Any]) -> None:
     cache = find(scheduler.tree_cache)
     if cache is None:
-        return
+        return original(scheduler, received)
+    original(scheduler, _without_held_back(scheduler, cache, received))
     if DEBUG:
         cache.check()
         _note_digest(scheduler, cache)
@@ -36,6 +38,18 @@ def after_process_input_requests(result: Any, scheduler: Any, received: Any) -> 
     wake(scheduler, cache)
     rebuilding.advance(scheduler, cache)
     _take_turns(scheduler, cache)
+    return None
+
+
+def _without_held_back(scheduler: Any, cache: AnabranchCache, received: list[Any]) -> list[Any]:
+    """Messages whose time has come: those that need an idle scheduler wait for the end of rebuilds."""
+    received, cache.held_back = [*cache.held_back, *received], []
+    if not any(run.rebuilds is not None for run in cache.runs.values()):
+        return received
+    now = []
+    for message in received:
+        (cache.held_back if adapter().needs_idle(message, scheduler) else now).append(message)
+    return now
 
 
 def _note_digest(scheduler: Any, cache: AnabranchCache) -> None:

@@ -11,7 +11,14 @@ from typing import Any
 
 import torch
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import AbortReq
+from sglang.srt.managers.io_struct import (
+    AbortReq,
+    ReleaseMemoryOccupationReqInput,
+    UpdateWeightFromDiskReqInput,
+    UpdateWeightsFromDistributedReqInput,
+    UpdateWeightsFromIPCReqInput,
+    UpdateWeightsFromTensorReqInput,
+)
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
@@ -149,13 +156,20 @@ def rebuild_request(received: Any, number: int, tokens: Any, adapter_id: str | N
     SGLang lets the output of ids with this prefix fall silently.
     """
     again = copy(received)
-    again.rid = f"{HEALTH_CHECK_RID_PREFIX}_anabranch_{number}"
+    again.rid = f"{HEALTH_CHECK_RID_PREFIX}_anabranch_{number}."  # the end: SGLang aborts by prefix
     again.input_text, again.input_ids, again.lora_id = "", tokens, adapter_id
     again.return_logprob, again.logprob_start_len, again.top_logprobs_num = False, -1, 0
     again.token_ids_logprob, again.stream = None, False
     again.sampling_params = SamplingParams(max_new_tokens=0, temperature=0)
     again.sampling_params.normalize(None)
     return again
+
+
+def needs_idle(message: Any, scheduler: Any) -> bool:
+    """Whether SGLang takes for granted that nothing runs when this message comes, and ends the server if not."""
+    updates = (UpdateWeightFromDiskReqInput, UpdateWeightsFromDistributedReqInput, UpdateWeightsFromTensorReqInput)
+    kinds = (*updates, UpdateWeightsFromIPCReqInput, ReleaseMemoryOccupationReqInput)
+    return isinstance(message, kinds) and not scheduler._engine_paused
 
 
 def fair_order_matters(scheduler: Any) -> bool:
