@@ -1,7 +1,7 @@
 """The servers that tests share, each started once a session and only if a test asks for it.
 
 `overlapped` is how people run it, with prefills cut small and mixed with decodes; `stepped` runs every step to its end
-before the next.
+before the next. `paged` has pages of several slots; a test names the size.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serving import SMALL, Served, serve
+from tests.soak import tiny
 
 
 @pytest.fixture(scope="session")
@@ -53,6 +54,19 @@ def unextended(model_dir: Path, logs: Path) -> Iterator[Served]:
         env={"SGLANG_PLUGINS": "anabranch_cpu"},
         ready="/health",
     ) as served:
+        yield served
+
+
+@pytest.fixture(scope="session")
+def paged(request: pytest.FixtureRequest, logs: Path) -> Iterator[Served]:
+    """A server with pages of as many slots as the test's parameter says, with the soak run's tiny model and a small
+    pool. Pages of 64 slots are served step by step, with requests retracted in the middle."""
+    size = request.param
+    cut = ("--page-size", str(size), "--chunked-prefill-size", str(max(size, 16)))
+    how = ("--disable-overlap-schedule",) if size == 64 else ("--enable-mixed-chunk",)
+    flags = (*SMALL, "--max-total-tokens", str(max(2048, 64 * size)), "--grammar-backend", "none", *cut, *how)
+    env = {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "7"} if size == 64 else {}
+    with serve(tiny.write(logs / "tiny"), flags, logs / f"pages-of-{size}.log", env=env) as served:
         yield served
 
 

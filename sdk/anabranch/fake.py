@@ -14,13 +14,15 @@ from anabranch import wire
 from anabranch.errors import BY_CODE, APIStatusError
 
 Done: TypeAlias = tuple[wire.GenerateRequest, wire.GenerateResponse]
-Instance: TypeAlias = tuple[str, int]
-"""A token instance: own token number i of a state."""
+Instance: TypeAlias = tuple[str, int, str | None]
+"""A token instance: own token number i of a state, and the mappers through which it is seen, joined by "+"."""
+MAPPERS = ("identity",)
+"""A server without settings has these."""
 
 
-def refusal(code: wire.ErrorCode, message: str, param: str | None = None) -> APIStatusError:
+def refusal(code: wire.ErrorCode, message: str, param: str | None = None, *, hint: str | None = None) -> APIStatusError:
     """The error that a server's refusal becomes."""
-    return BY_CODE[code](message, param=param, status=wire.HTTP_STATUS[code])
+    return BY_CODE[code](message, param=param, hint=hint, status=wire.HTTP_STATUS[code])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,22 +75,32 @@ class FakeState:
             param = f"{param}.span"
         if end > size:
             raise refusal("invalid_request", f"token {end} is past the end of state {name} ({size} own tokens)", param)
-        return found | {(name, i): self.start + i for i in range(first, end)}
+        found |= {(name, i, None): self.start + i for i in range(first, end)}
+        if ref.mapper is None:
+            return found
+        return {
+            (name, i, f"{before}+{ref.mapper}" if before else ref.mapper): position
+            for (name, i, before), position in found.items()
+        }
 
 
 def see(spec: wire.ContextSpec, parents: Mapping[str, FakeState]) -> tuple[dict[Instance, Seen], int]:
     """What `spec` sees, in contract order, and where new tokens begin."""
     visible: dict[Instance, Seen] = {}
+    readers: dict[Instance, set[wire.Ref]] = {}
     for number, ref in enumerate(spec.refs):
         found = parents[ref.id].selected(ref, f"refs.{number}")
         shift = 0 if ref.base is None or not found else ref.base - min(found.values())
         for one, position in found.items():
             first = visible.get(one, Seen(position + shift, propagate=False))
             visible[one] = Seen(first.effective, first.propagate or ref.propagate)
+            readers.setdefault(one, set()).add(ref)
     after = 1 + max((seen.effective for seen in visible.values()), default=-1)
     match spec:
         case wire.ContextSpec(place="concat"):
             return {one: Seen(i, seen.propagate) for i, (one, seen) in enumerate(visible.items())}, len(visible)
+        case wire.ContextSpec(place="same_start" | "right_aligned" as policy):
+            return _aligned(visible, readers, at_end=policy == "right_aligned")
         case wire.ContextSpec(place=wire.Explicit(start=int(start))):
             return visible, start
         case wire.ContextSpec(place=None, refs=(wire.Ref(kind="inherit") as ref,)):
@@ -98,19 +110,44 @@ def see(spec: wire.ContextSpec, parents: Mapping[str, FakeState]) -> tuple[dict[
             return visible, after
 
 
+def _aligned(
+    visible: Mapping[Instance, Seen], readers: Mapping[Instance, set[wire.Ref]], *, at_end: bool
+) -> tuple[dict[Instance, Seen], int]:
+    """What only one reference selects, as a block that begins after what several select, or ends with the longest."""
+    private: dict[wire.Ref, list[int]] = {}
+    shared = [-1]
+    for one, seen in visible.items():
+        places = shared if len(readers[one]) > 1 else private.setdefault(next(iter(readers[one])), [])
+        places.append(seen.effective)
+    begin = 1 + max(shared)
+    end = begin + max((1 + max(places) - min(places) for places in private.values()), default=0)
+    by = {ref: end - 1 - max(places) if at_end else begin - min(places) for ref, places in private.items()}
+    moved = {
+        one: Seen(seen.effective + (by[next(iter(readers[one]))] if len(readers[one]) == 1 else 0), seen.propagate)
+        for one, seen in visible.items()
+    }
+    return moved, end if at_end else 1 + max((seen.effective for seen in moved.values()), default=-1)
+
+
 def explain(visible: Mapping[Instance, Seen], start: int, states: Mapping[str, FakeState]) -> wire.Explanation:
     """The same as intervals: runs of one state's tokens that were moved alike."""
     intervals: list[wire.Interval] = []
-    for (name, i), seen in visible.items():
+    for (name, i, mapper), seen in visible.items():
         native = states[name].start + i
         last = intervals[-1] if intervals else None
-        run = (name, i, seen.effective - native, seen.propagate)
-        if last is not None and (last.state, last.stop, last.delta, last.propagate) == run:
+        run = (name, i, mapper, seen.effective - native, seen.propagate)
+        if last is not None and (last.state, last.stop, last.mapper, last.delta, last.propagate) == run:
             intervals[-1] = last.model_copy(update={"stop": i + 1})
             continue
         intervals.append(
             wire.Interval(
-                state=name, start=i, stop=i + 1, native=native, effective=seen.effective, propagate=seen.propagate
+                state=name,
+                start=i,
+                stop=i + 1,
+                native=native,
+                effective=seen.effective,
+                propagate=seen.propagate,
+                mapper=mapper,
             )
         )
     return wire.Explanation(intervals=tuple(intervals), start=start, context_tokens=len(visible))
@@ -138,6 +175,10 @@ class FakeStore:
         return self.states[name]
 
     def parents(self, spec: wire.ContextSpec) -> dict[str, FakeState]:
+        for number, ref in enumerate(spec.refs):
+            if ref.mapper is not None and ref.mapper not in MAPPERS:
+                message, hint = f"there is no mapper {ref.mapper!r}", f"this server has {', '.join(MAPPERS)}"
+                raise refusal("invalid_request", message, f"refs.{number}.mapper", hint=hint)
         return {ref.id: self.state(ref.id, "refs") for ref in spec.refs}
 
     def repeated(self, request: wire.GenerateRequest) -> wire.GenerateResponse | None:

@@ -60,10 +60,12 @@ class Reference:
     upto: int | None = None
     propagate: bool = True
     base: int | None = None
+    mapper: str | None = None
 
     def __str__(self) -> str:
         part = f"[{self.span[0]}:{self.span[1]}]" if self.span else "" if self.upto is None else f"[:{self.upto}]"
-        notes = ("" if self.propagate else " (not propagated)") + ("" if self.base is None else f" @{self.base}")
+        notes = "" if self.mapper is None else f" through {self.mapper}"
+        notes += ("" if self.propagate else " (not propagated)") + ("" if self.base is None else f" @{self.base}")
         return f"{self.kind}{part}{notes}"
 
     def wire(self) -> Ref:
@@ -76,6 +78,7 @@ class Reference:
                 upto=self.upto,
                 propagate=self.propagate,
                 base=self.base,
+                mapper=self.mapper,
             )
         except ValidationError as error:
             raise invalid(error) from None
@@ -220,21 +223,33 @@ def _spliced(node: Node, known: dict[Node, Context]) -> Context:
             refs.append(ref)
             continue
         inner = known[ref.target]
+        _check_mapped_once(inner, ref)
         if only_parent:
             place = inner.place
         elif place != "concat":
-            _check_movable(inner, ref)
+            _check_movable(inner, ref, whole=place in ("same_start", "right_aligned"))
         refs.extend(_handed_on(inner, ref, keep_bases=only_parent))
     return Context(tuple(dict.fromkeys(refs)), place, node.rules)
 
 
-def _check_movable(inner: Context, ref: Reference) -> None:
-    """States at their own places can be spliced among others; states that were moved lose their places."""
+def _check_movable(inner: Context, ref: Reference, *, whole: bool) -> None:
+    """States at their own places can be spliced among others; states that were moved lose their places. `whole`: what
+    one reference selects moves as one."""
     moved = inner.place not in (None, "keep") or any(one.base is not None for one in inner.refs)
-    if moved or (ref.base is not None and len(inner.refs) != 1):
+    if moved or ((whole or ref.base is not None) and len(inner.refs) != 1):
         raise InvalidRequestError(
             f"state {ref.target.short_id} has a placement but no tokens of its own, so it fits no other place",
             param="place",
+            hint="append text to it first, or reference the states that it references",
+        )
+
+
+def _check_mapped_once(inner: Context, ref: Reference) -> None:
+    """One reference has one mapper: two in a row need a state between them."""
+    if ref.mapper is not None and any(one.mapper is not None for one in inner.refs if one.propagate):
+        raise InvalidRequestError(
+            f"state {ref.target.short_id} sees through a mapper and has no tokens of its own, so no other fits",
+            param="mapper",
             hint="append text to it first, or reference the states that it references",
         )
 
@@ -243,4 +258,5 @@ def _handed_on(inner: Context, outer: Reference, *, keep_bases: bool) -> Iterabl
     for ref in inner.refs:
         if ref.propagate:
             base = ref.base if keep_bases else outer.base
-            yield replace(ref, propagate=outer.propagate, base=base)
+            mapper = outer.mapper if ref.mapper is None else ref.mapper
+            yield replace(ref, propagate=outer.propagate, base=base, mapper=mapper)

@@ -5,6 +5,7 @@ They hold data only: a `Generation` talks to the server through its `state`, an 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -99,12 +100,19 @@ class Explanation(wire.Explanation):
                     _range(one.native, length),
                     _range(one.effective, length),
                     f"{one.delta:+d}" if one.delta else "0",
-                    "" if one.propagate else "not propagated",
+                    ", ".join(_notes(one)),
                 )
             )
         widths = [max(len(row[column]) for row in rows) for column in range(6)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
         return "\n".join([*lines, f"{self.context_tokens} visible tokens; new tokens start at position {self.start}"])
+
+
+def _notes(interval: wire.Interval) -> Iterator[str]:
+    if interval.mapper is not None:
+        yield f"through {interval.mapper}"
+    if not interval.propagate:
+        yield "not propagated"
 
 
 def _range(first: int, length: int) -> str:

@@ -57,15 +57,22 @@ class State:
     # ------------------------------------------------------------ building: local and free
 
     def inherit(
-        self, *states: State, upto: int | None = None, propagate: bool = True, base: int | None = None
+        self,
+        *states: State,
+        upto: int | None = None,
+        propagate: bool = True,
+        base: int | None = None,
+        mapper: str | None = None,
     ) -> State:
         """See everything that `states` see, and their own tokens (`upto`: only the first `upto` of them).
 
         `propagate=False`: only this state sees it, not its descendants. `base`: the position of the lowest token
-        (explicit placement). A state that has generated is inherited first, itself. Raises InvalidRequestError.
+        (explicit placement). `mapper`: the name of one of the server's cache mappers, through which all of it is seen.
+        A state that has generated is inherited first, itself. Raises InvalidRequestError.
         """
         return self._referring(
-            Reference("inherit", node, upto=upto, propagate=propagate, base=base) for node in self._nodes(states)
+            Reference("inherit", node, upto=upto, propagate=propagate, base=base, mapper=mapper)
+            for node in self._nodes(states)
         )
 
     def artifact(
@@ -74,14 +81,16 @@ class State:
         span: Sequence[int] | None = None,
         propagate: bool = True,
         base: int | None = None,
+        mapper: str | None = None,
     ) -> State:
         """See own tokens of `states` only, `span[0]` to `span[1]` (excluded); without a span, what they generated.
 
-        `propagate` and `base` are those of `inherit`. Raises InvalidRequestError.
+        `propagate`, `base` and `mapper` are those of `inherit`. Raises InvalidRequestError.
         """
         interval = None if span is None else _span(span)
         return self._referring(
-            Reference("artifact", node, span=interval, propagate=propagate, base=base) for node in self._nodes(states)
+            Reference("artifact", node, span=interval, propagate=propagate, base=base, mapper=mapper)
+            for node in self._nodes(states)
         )
 
     def append(self, text: str | None = None, *, role: str | None = None, tokens: Sequence[int] | None = None) -> State:
@@ -93,7 +102,8 @@ class State:
         return self._child(piece_from(text, role=role, tokens=tokens))
 
     def place(self, policy: str | None = None, *, start: int | None = None) -> State:
-        """Decide where visible tokens sit: "keep", "concat", or "explicit" (also if only `start` is given).
+        """Decide where visible tokens sit: "keep", "concat", "same_start", "right_aligned", or "explicit" (also if only
+        `start` is given).
 
         Explicit: references sit at their `base`, new tokens begin at position `start` (default: after all visible).
         Raises InvalidRequestError for an unknown policy.

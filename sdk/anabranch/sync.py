@@ -73,14 +73,26 @@ class State:
         return repr(self.inner)
 
     def inherit(
-        self, *states: State, upto: int | None = None, propagate: bool = True, base: int | None = None
+        self,
+        *states: State,
+        upto: int | None = None,
+        propagate: bool = True,
+        base: int | None = None,
+        mapper: str | None = None,
     ) -> State:
-        return self._wrap(self.inner.inherit(*_inner(states), upto=upto, propagate=propagate, base=base))
+        return self._wrap(self.inner.inherit(*_inner(states), upto=upto, propagate=propagate, base=base, mapper=mapper))
 
     def artifact(
-        self, *states: State, span: Sequence[int] | None = None, propagate: bool = True, base: int | None = None
+        self,
+        *states: State,
+        span: Sequence[int] | None = None,
+        propagate: bool = True,
+        base: int | None = None,
+        mapper: str | None = None,
     ) -> State:
-        return self._wrap(self.inner.artifact(*_inner(states), span=span, propagate=propagate, base=base))
+        return self._wrap(
+            self.inner.artifact(*_inner(states), span=span, propagate=propagate, base=base, mapper=mapper)
+        )
 
     def append(self, text: str | None = None, *, role: str | None = None, tokens: Sequence[int] | None = None) -> State:
         return self._wrap(self.inner.append(text, role=role, tokens=tokens))

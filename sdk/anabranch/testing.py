@@ -243,7 +243,7 @@ class FakeServer:
         if isinstance(self.reply, str):
             text = self.reply
         elif callable(self.reply):
-            seen = [self._store.states[name].words[i] for name, i in state.visible]
+            seen = [self._store.states[name].words[i] for name, i, _ in state.visible]
             text = self.reply("".join((*seen, *state.words)))
         else:
             text = self.reply[min(self._replied, len(self.reply) - 1)]

@@ -52,6 +52,7 @@ Index: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
 Position: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
 """A rotary position."""
 TokenId: TypeAlias = Annotated[int, Field(strict=True, ge=0, le=_INT31)]
+Name: TypeAlias = Annotated[str, StringConstraints(min_length=1, max_length=64)]
 
 
 Lease: TypeAlias = Annotated[float, Field(strict=True, gt=0, le=MAX_LEASE)]
@@ -79,6 +80,7 @@ class Ref(Wire):
     `inherit` selects everything the state hands on and its own tokens (`upto`: only the first `upto` of them).
     `artifact` selects own tokens `span[0]:span[1]` only; no span means what the state generated.
     `base` is the effective position at which the reference's lowest token is placed; only with explicit placement.
+    `mapper` names one of the server's cache mappers: everything selected is seen as it makes it.
     """
 
     kind: Literal["inherit", "artifact"]
@@ -87,6 +89,7 @@ class Ref(Wire):
     upto: Index | None = None
     propagate: bool = Field(default=True, strict=True)
     base: Position | None = None
+    mapper: Name | None = None
 
     @model_validator(mode="after")
     def _fields_fit_kind(self) -> Ref:
@@ -106,7 +109,7 @@ class Explicit(Wire):
     start: Position | None = None
 
 
-Policy: TypeAlias = Literal["keep", "concat"]
+Policy: TypeAlias = Literal["keep", "concat", "same_start", "right_aligned"]
 Place: TypeAlias = Annotated[
     Annotated[Policy, Tag("#policy")] | Annotated[Explicit, Tag("#explicit")],
     Discriminator(lambda value: "#explicit" if isinstance(value, dict | Explicit) else "#policy"),
@@ -149,7 +152,7 @@ class TextPiece(Wire):
 class MessagePiece(Wire):
     """A chat message, rendered with the model's chat template."""
 
-    role: Annotated[str, StringConstraints(min_length=1, max_length=64)]
+    role: Name
     content: str
 
 
@@ -354,7 +357,8 @@ Event: TypeAlias = Annotated[DeltaEvent | FinalEvent | ErrorEvent, Field(discrim
 
 class Interval(Reply):
     """Own tokens `start:stop` of `state` as one consumer sees them. `native` is the position at which token `start`
-    was computed, `effective` the one at which the consumer sees it."""
+    was computed, `effective` the one at which the consumer sees it. `mapper`: through which it is seen; several, the
+    first applied first, are joined by "+"."""
 
     state: StateId
     start: int
@@ -362,6 +366,7 @@ class Interval(Reply):
     native: int
     effective: int
     propagate: bool = True
+    mapper: str | None = None
 
     @property
     def delta(self) -> int:

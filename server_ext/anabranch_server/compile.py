@@ -1,19 +1,22 @@
 """The context compiler: a spec and its parents in, a context plan out.
 
 Pure: no I/O, no lifetime. The plan says which token instances a new state sees, each at which position, and where
-its own tokens begin. The definition is docs/concepts.md.
+its own tokens begin. The definition is docs/concepts.md. What a parent sees is never compiled again: inheriting one
+parent adds one row to its plan, and a join unites plans as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
 
 from anabranch import wire
+from anabranch_server import positions
 from anabranch_server.errors import Refusal
-from anabranch_server.positions import after_all, lay_end_to_end, shift_to
-from anabranch_server.segments import Interval, Segment, unite
+from anabranch_server.mappers import mapped
+from anabranch_server.plan import ContextPlan, written_out
+from anabranch_server.segments import Interval, Segment
+from anabranch_server.union import Selection, unite
 
 
 class Parent(Protocol):
@@ -27,76 +30,53 @@ class Parent(Protocol):
     def context(self) -> ContextPlan: ...
 
 
-@dataclass(frozen=True, slots=True)
-class ContextPlan:
-    """Disjoint visible intervals in contract order, and the position of the first own token."""
-
-    intervals: tuple[Interval, ...] = ()
-    start: int = 0
-
-    def __len__(self) -> int:
-        """Number of visible tokens."""
-        return sum(map(len, self.intervals))
-
-    @property
-    def handed_on(self) -> tuple[Interval, ...]:
-        """What a child that inherits sees of this context."""
-        return tuple(interval for interval in self.intervals if interval.propagate)
-
-    @property
-    def segments(self) -> tuple[Segment, ...]:
-        """The segments that are read, each once, in order of first use."""
-        return tuple(dict.fromkeys(interval.segment for interval in self.intervals))
-
-    @property
-    def shifted(self) -> bool:
-        """Whether any token is seen elsewhere than where it was computed."""
-        return any(interval.delta for interval in self.intervals)
-
-    def tokens(self) -> Iterator[int]:
-        for interval in self.intervals:
-            yield from interval.segment.tokens[interval.start : interval.stop]
+Derive: TypeAlias = Callable[[Interval, str], Segment]
+"""Where an interval is found as a cache mapper makes it, by name."""
 
 
-def compile_context(spec: wire.ContextSpec, parents: Mapping[str, Parent]) -> ContextPlan:
-    """Compile `spec`, whose references are all in `parents`.
+def compile_context(spec: wire.ContextSpec, parents: Mapping[str, Parent], derive: Derive | None = None) -> ContextPlan:
+    """Compile `spec`, whose references are all in `parents`. `derive` is needed if one of them names a mapper.
 
     Raises Refusal (`invalid_request`) if a span or `upto` leaves its state.
     """
     refs: dict[wire.Ref, int] = {}
     for i, ref in enumerate(spec.refs):
         refs.setdefault(ref, i)  # what is selected again in the same way adds nothing
-    selections = [select(parents[ref.id], ref, f"refs.{i}") for ref, i in refs.items()]
-    if isinstance(spec.place, wire.Explicit):
-        bases = [ref.base for ref in refs]
-        selections = [s if base is None else shift_to(s, base) for s, base in zip(selections, bases, strict=True)]
-        intervals = unite(selections)
-        start = after_all(intervals) if spec.place.start is None else spec.place.start
-    elif spec.place == "concat":
-        intervals = lay_end_to_end(unite(selections))
-        start = sum(map(len, intervals))
-    else:
-        intervals = unite(selections)
-        start = _continued(spec, parents) if _continues(spec) else after_all(intervals)
-    return ContextPlan(tuple(intervals), start)
+    selections = [select(parents[ref.id], ref, f"refs.{i}", derive) for ref, i in refs.items()]
+    if _continues(spec):
+        ref, (view, on) = spec.refs[0], selections[0]
+        own = parents[ref.id].segment
+        return ContextPlan.of(view if on else view.hidden(), own.start + (len(own) if ref.upto is None else ref.upto))
+    union = unite(selections, count=spec.place in ("same_start", "right_aligned"))
+    match spec.place:
+        case wire.Explicit(start=start):
+            start = positions.explicit(union, selections, [ref.base for ref in refs], start)
+        case "concat":
+            start = positions.concat(union)
+        case "same_start":
+            start = positions.same_start(union)
+        case "right_aligned":
+            start = positions.right_aligned(union)
+        case "keep" | None:
+            start = positions.keep(union)
+    return ContextPlan.of(union.view(), start)
 
 
-def select(parent: Parent, ref: wire.Ref, param: str) -> list[Interval]:
+def select(parent: Parent, ref: wire.Ref, param: str, derive: Derive | None = None) -> Selection:
     """Everything one reference selects, at the positions at which it arrives (before any policy)."""
     own = parent.segment
     if ref.kind == "inherit":
         stop = len(own) if ref.upto is None else ref.upto
         _check_inside(stop, own, f"{param}.upto")
-        chosen = [*parent.context.handed_on, Interval(own, 0, stop)]
+        view = parent.context.extended(own, stop)
     else:
         start, stop = ref.span or (parent.input_tokens, len(own))
         _check_inside(stop, own, f"{param}.span")
-        chosen = [Interval(own, start, stop)]
-    return [
-        Interval(interval.segment, interval.start, interval.stop, interval.delta, ref.propagate)
-        for interval in chosen
-        if len(interval)
-    ]
+        view = written_out([Interval(own, start, stop)] if start < stop else ())
+    if ref.mapper is not None:
+        assert derive is not None, "a reference names a mapper"
+        view = written_out(mapped(view.trunk.intervals(view.rows), ref.mapper, derive))
+    return Selection(view, ref.propagate)
 
 
 def check_limits(plan: ContextPlan, new_tokens: int, max_positions: int, max_context: int) -> None:
@@ -108,8 +88,7 @@ def check_limits(plan: ContextPlan, new_tokens: int, max_positions: int, max_con
             f"{visible} visible and {new_tokens} new tokens exceed the server's context of {max_context} tokens",
             hint="reference less, ask for fewer tokens, or serve with a larger --context-length",
         )
-    lowest = min((interval.effective for interval in plan.intervals), default=0)
-    highest = max(after_all(plan.intervals), plan.start + new_tokens)
+    lowest, highest = plan.view.summary.lowest, max(plan.view.summary.end, plan.start + new_tokens)
     if lowest < 0 or highest > max_positions:
         raise Refusal(
             "position_overflow",
@@ -122,11 +101,6 @@ def check_limits(plan: ContextPlan, new_tokens: int, max_positions: int, max_con
 def _continues(spec: wire.ContextSpec) -> bool:
     """Inheriting one parent and nothing else, no policy named: continuing it changes nothing."""
     return spec.place is None and len(spec.refs) == 1 and spec.refs[0].kind == "inherit"
-
-
-def _continued(spec: wire.ContextSpec, parents: Mapping[str, Parent]) -> int:
-    ref, own = spec.refs[0], parents[spec.refs[0].id].segment
-    return own.start + (len(own) if ref.upto is None else ref.upto)
 
 
 def _check_inside(stop: int, own: Segment, param: str) -> None:

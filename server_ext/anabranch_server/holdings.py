@@ -1,7 +1,8 @@
 """Holdings: whose KV is in memory, who still needs it, and what can be dropped and computed again.
 
 Three things keep a part of a segment: states that own or hand it on, requests that read it, and segments out of memory
-that need it to come back. A token that nothing keeps is freed at once. It knows neither ids nor keys (`store.py`).
+that need it to come back. A page of which nothing keeps a token is freed at once. It knows neither ids nor keys
+(`store.py`).
 """
 
 from __future__ import annotations
@@ -95,11 +96,14 @@ class Holding:
 class Holdings:
     """All segments of one server rank. `free(slots, start, stop)` gives the KV of some tokens back to the pool.
 
-    With `evicts` off, whatever is held stays in memory.
+    With `evicts` off, whatever is held stays in memory. Token `i` of a segment lies in its page `i // page_size`, and
+    no page has tokens of two segments. Pages are kept and freed whole: every count of tokens in here is one of their
+    slots, and what is freed begins and ends at a page bound, of which the last may lie beyond the segment's end.
     """
 
     free: Callable[[Any, int, int], None]
     evicts: bool = True
+    page_size: int = 1
     held_tokens: int = 0
     """In memory."""
     reclaimable_tokens: int = 0
@@ -110,6 +114,7 @@ class Holdings:
     """Told of evictions and rebuilds."""
     _all: dict[Segment, Holding] = field(default_factory=dict)
     _named: dict[tuple[str, str], list[Segment]] = field(default_factory=dict)
+    _derived: dict[tuple[str, str], list[Segment]] = field(default_factory=dict)
     _idle: OrderedDict[Segment, None] = field(default_factory=OrderedDict)
     """What could be evicted, the least recently used first."""
 
@@ -120,8 +125,16 @@ class Holdings:
         """Segments with this id that something needs."""
         return self._named.get((owner, segment_id), [])
 
+    def derived(self, owner: str, state_id: str) -> list[Segment]:
+        """What mappers made of this state's tokens, and something needs."""
+        return self._derived.get((owner, state_id), [])
+
     def items(self) -> Iterable[tuple[Segment, Holding]]:
         return self._all.items()
+
+    def in_pages(self, tokens: int) -> int:
+        """How many slots the pages have that `tokens` tokens of one segment need."""
+        return -(-tokens // self.page_size) * self.page_size
 
     def evictable(self, segment: Segment) -> bool:
         return self.evicts and segment.slots is not None and segment.context is not None and not self._all[segment].pins
@@ -131,20 +144,34 @@ class Holdings:
     def hold(self, segment: Segment) -> None:
         """A new segment, whose owner needs all of it."""
         assert segment not in self._all and segment.slots is not None
-        self._all[segment] = holding = Holding(Keepers(len(segment)))
+        size = self.in_pages(len(segment))
+        self._all[segment] = holding = Holding(Keepers(size))
         self._named.setdefault((segment.owner, segment.id), []).append(segment)
-        holding.keepers.add(0, len(segment))
-        self.held_tokens += len(segment)
-        self._owned(segment, len(segment))
+        holding.keepers.add(0, size)
+        self.held_tokens += size
+        self._owned(segment, size)
         for interval in segment.context or ():
             self._all[interval.segment].users[segment] = None
         self._settle(segment)
+
+    def adopt(self, segment: Segment) -> None:
+        """A new derived segment, which is out of memory: the tokens that its context has are kept, until whoever made
+        it lets go of them."""
+        assert segment not in self._all and segment.slots is None and segment.context
+        self._all[segment] = holding = Holding(Keepers(self.in_pages(len(segment))))
+        self._named.setdefault((segment.owner, segment.id), []).append(segment)
+        self._derived.setdefault((segment.owner, segment.state), []).append(segment)
+        for interval in segment.context:
+            holding.keepers.add(*self._pages(interval))
+            self._all[interval.segment].users[segment] = None
+        self._owned(segment, holding.keepers.total)
+        self.retain(segment.context)
 
     def retain(self, intervals: Iterable[Interval]) -> None:
         for interval in intervals:
             holding = self._all[interval.segment]
             before = holding.keepers.total
-            holding.keepers.add(interval.start, interval.stop)
+            holding.keepers.add(*self._pages(interval))
             assert holding.keepers.total == before, f"{interval.segment.id}: kept what was gone"
 
     def let_go(self, intervals: Iterable[Interval]) -> None:
@@ -154,7 +181,7 @@ class Holdings:
             interval = todo.pop()
             segment = interval.segment
             holding = self._all[segment]
-            gone = holding.keepers.remove(interval.start, interval.stop)
+            gone = holding.keepers.remove(*self._pages(interval))
             if not gone:
                 continue
             tokens = sum(stop - start for start, stop in gone)
@@ -177,10 +204,9 @@ class Holdings:
             self._forget_context(segment)
             segment.slots = None
             del self._all[segment]
-            namesakes = self._named[segment.owner, segment.id]
-            namesakes.remove(segment)
-            if not namesakes:
-                del self._named[segment.owner, segment.id]
+            _remove(self._named, (segment.owner, segment.id), segment)
+            if segment.mapper is not None:
+                _remove(self._derived, (segment.owner, segment.state), segment)
 
     # ------------------------------------------------------------ reading
 
@@ -202,7 +228,7 @@ class Holdings:
         more = 0
         for segment in _segments(intervals):
             if segment.slots is None:
-                more += self.needed_of(segment)
+                more += self.in_pages(self.needed_of(segment))
             elif segment in self._idle:
                 more += self._all[segment].keepers.total
         return self.held_tokens - self.reclaimable_tokens + more
@@ -233,9 +259,28 @@ class Holdings:
                 stack += [(needed, False) for needed in reversed(_segments(segment.context or ()))]
         return list(order)
 
+    def kept(self, segment: Segment) -> list[Run]:
+        """The runs of its slots that something needs; of a derived one that is not adopted yet, what it is made for."""
+        if segment in self._all:
+            runs = [(start, stop) for start, stop, _ in self._all[segment].keepers.runs()]
+        else:
+            runs = sorted(map(self._pages, segment.context or ()))
+        united: list[Run] = []
+        for start, stop in runs:
+            if united and start <= united[-1][1]:
+                united[-1] = united[-1][0], max(stop, united[-1][1])
+            else:
+                united.append((start, stop))
+        return united
+
+    def keeps(self, interval: Interval) -> bool:
+        """Whether something needs all of it."""
+        start, stop = self._pages(interval)
+        return any(first <= start and stop <= last for first, last in self.kept(interval.segment))
+
     def needed_of(self, segment: Segment) -> int:
         """How many of its leading tokens must be computed to bring it back."""
-        return max((stop for _, stop, _ in self._all[segment].keepers.runs()), default=0)
+        return min(len(segment), max((stop for _, stop in self.kept(segment)), default=0))
 
     def restore(self, segment: Segment, slots: Any) -> None:
         """It was computed again: `slots` are those of its first tokens, at least `needed_of` many when that began."""
@@ -248,7 +293,7 @@ class Holdings:
                 self.free(slots, at, start)
             at = stop
         if len(slots) > at:
-            self.free(slots, at, len(slots))
+            self.free(slots, at, self.in_pages(len(slots)))
         self.held_tokens += holding.keepers.total
         self.on_event(segment.owner, "rebuilds")
         self._settle(segment)
@@ -280,10 +325,10 @@ class Holdings:
     def check(self, kept: Iterable[Interval], pinned: Iterable[Segment]) -> None:
         """Raise AssertionError unless each token is kept and each segment pinned exactly as often as is needed."""
         pins = Counter(pinned)
-        need = {segment: Keepers(len(segment)) for segment in self._all}
+        need = {segment: Keepers(self.in_pages(len(segment))) for segment in self._all}
         out = [segment for segment in self._all if segment.slots is None]
         for interval in [*kept, *(one for segment in out for one in segment.context or ())]:
-            need[interval.segment].add(interval.start, interval.stop)
+            need[interval.segment].add(*self._pages(interval))
         held = idle = 0
         owned: Counter[str] = Counter()
         for segment, holding in self._all.items():
@@ -300,10 +345,17 @@ class Holdings:
                 assert segment in self._all[interval.segment].users
         assert held == self.held_tokens, f"{self.held_tokens} tokens held, {held} needed"
         assert sorted(map(id, (one for some in self._named.values() for one in some))) == sorted(map(id, self._all))
+        derived = {segment for segment in self._all if segment.mapper is not None}
+        assert {one for some in self._derived.values() for one in some} == derived
         assert owned == self.owned_tokens, f"{self.owned_tokens} owned, {owned} counted"
         assert idle == self.reclaimable_tokens, f"{self.reclaimable_tokens} reclaimable, {idle} counted"
 
     # ------------------------------------------------------------ inside
+
+    def _pages(self, interval: Interval) -> Run:
+        """The interval, rounded outwards to whole pages."""
+        start = interval.start // self.page_size * self.page_size
+        return start, self.in_pages(interval.stop) if len(interval) else start
 
     def _settle(self, segment: Segment) -> None:
         """Something about it has changed: it may be evicted now, or not any more."""
@@ -341,6 +393,12 @@ class Holdings:
             if needed in self._all:
                 self._all[needed].users.pop(segment, None)
         segment.context = None
+
+
+def _remove(index: dict[tuple[str, str], list[Segment]], key: tuple[str, str], segment: Segment) -> None:
+    index[key].remove(segment)
+    if not index[key]:
+        del index[key]
 
 
 def _segments(intervals: Iterable[Interval]) -> list[Segment]:

@@ -9,7 +9,27 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
+from weakref import WeakValueDictionary
+
+
+class Identity:
+    """What living segments with one id share, because their tokens are the same instances. `number` is for columns,
+    and is never used again; `given` numbers there were so far."""
+
+    __slots__ = ("__weakref__", "number")
+    given: ClassVar[int] = 0
+
+    def __init__(self) -> None:
+        self.number = Identity.given
+        Identity.given += 1
+
+
+_identities: WeakValueDictionary[str, Identity] = WeakValueDictionary()
+
+
+JOINT = "+"
+"""Between the parts of a derived segment's id, the state's and the mappers'. No id of a state has it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -20,6 +40,8 @@ class Segment:
     `stamp` is what the KV was computed under, `owner` the tenant whose state it was.
     Two segments of one owner with one id have equal tokens: a state that was made again.
     `context` is None once something in it is gone: then the segment cannot be computed again.
+    `mapper` names the cache mapper that made it of what is in its context; None: the model did. `origin` is then what
+    the state saw whose tokens these are, None if that is not known.
     """
 
     id: str
@@ -29,6 +51,15 @@ class Segment:
     context: tuple[Interval, ...] | None = ()
     stamp: Any = None
     owner: str = ""
+    mapper: str | None = None
+    origin: Seen | None = None
+    identity: Identity = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        identity = _identities.get(self.id)
+        if identity is None:
+            identity = _identities[self.id] = Identity()
+        self.identity = identity
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -36,6 +67,11 @@ class Segment:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def state(self) -> str:
+        """The id of the state whose tokens these are."""
+        return self.id.partition(JOINT)[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +109,14 @@ class Interval:
         return replace(self, start=start, stop=stop)
 
 
+Seen: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""A context by ids: two that are equal are the same tokens at the same positions."""
+
+
+def seen(intervals: Iterable[Interval]) -> Seen:
+    return tuple((one.segment.id, one.start, one.stop, one.delta) for one in intervals)
+
+
 @dataclass(slots=True)
 class Cover:
     """A set of token instances, kept per segment as sorted disjoint runs."""
@@ -105,42 +149,3 @@ class Cover:
             at = inside.stop
         if at < interval.stop:
             yield interval.part(at, interval.stop), False
-
-
-def unite(selections: Iterable[Sequence[Interval]]) -> list[Interval]:
-    """The union of several references' intervals as a set of token instances.
-
-    Order is by first occurrence, which also decides an instance's delta. An instance propagates if any of the
-    references that select it does.
-    """
-    selections = list(selections)
-    seen, handed_on = Cover(), Cover()
-    union: list[Interval] = []
-    for selection in selections:
-        for interval in selection:
-            union += [part for part, known in seen.split(interval) if not known]
-            seen.add(interval)
-            if interval.propagate:
-                handed_on.add(interval)
-    marked = (replace(part, propagate=on) for interval in union for part, on in handed_on.split(interval))
-    return list(joined(marked))
-
-
-def joined(intervals: Iterable[Interval]) -> Iterator[Interval]:
-    """Glue neighbours that continue each other: the shortest list with the same meaning."""
-    last: Interval | None = None
-    for interval in intervals:
-        if last is None:
-            last = interval
-        elif (
-            last.segment is interval.segment
-            and last.stop == interval.start
-            and last.delta == interval.delta
-            and last.propagate == interval.propagate
-        ):
-            last = replace(last, stop=interval.stop)
-        else:
-            yield last
-            last = interval
-    if last is not None:
-        yield last

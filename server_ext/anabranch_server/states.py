@@ -5,6 +5,7 @@ Plain records: what becomes of them is `store.py`'s business.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -34,6 +35,12 @@ class State:
     def handed_on(self) -> tuple[Interval, ...]:
         """What a child that inherits this state would see: so this state keeps it."""
         return (*self.context.handed_on, Interval(self.segment, 0, len(self.segment)))
+
+    def selected(self, ref: wire.Ref) -> Iterator[Segment]:
+        """The segments that a reference to this state lets others read, its own first."""
+        yield self.segment
+        if ref.kind == "inherit":
+            yield from dict.fromkeys(interval.segment for interval in self.context.handed_on)
 
     def info(self) -> wire.StateInfo:
         return wire.StateInfo(

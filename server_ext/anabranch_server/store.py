@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from anabranch import wire
@@ -17,9 +17,10 @@ from anabranch_server.compile import ContextPlan, referenced
 from anabranch_server.errors import Refusal, StateRunning
 from anabranch_server.holdings import Holdings
 from anabranch_server.leases import Key, Leases
-from anabranch_server.limits import Limits
+from anabranch_server.limits import Limits, declared_reads
+from anabranch_server.mappers import Derivation, origin
 from anabranch_server.models import ModelStamp
-from anabranch_server.segments import Interval, Segment
+from anabranch_server.segments import Interval, Segment, seen
 from anabranch_server.states import Known, Running, Space, State, Waiting
 from anabranch_server.tenancy import is_unnamed, label
 
@@ -32,15 +33,19 @@ class StateStore:
 
     free: Callable[[Any, int, int], None]
     limits: Limits = field(default_factory=Limits)
+    page_size: int = 1
     leases: Leases = field(default_factory=Leases)
     counts: Counter[Key] = field(default_factory=Counter)
     """(tenant, event): how often."""
     holdings: Holdings = field(init=False)
     _spaces: dict[str, Space] = field(default_factory=dict)
+    _reads: frozenset[tuple[str | None, str | None]] = field(init=False)
+    """(reader, read): adapters, by name, of which one may read what the other computed."""
     _released: OrderedDict[Key, None] = field(default_factory=OrderedDict)
 
     def __post_init__(self) -> None:
-        self.holdings = Holdings(self.free, self.limits.evict, on_event=self.count)
+        self.holdings = Holdings(self.free, self.limits.evict, self.page_size, on_event=self.count)
+        self._reads = declared_reads(self.limits.adapter_reads)
 
     def count(self, tenant: str, event: str) -> None:
         together = is_unnamed(tenant) and tenant not in self._spaces
@@ -57,7 +62,7 @@ class StateStore:
         return self._spaces.get(tenant) or Space()
 
     def parents(self, tenant: str, refs: Sequence[wire.Ref], stamp: ModelStamp | None = None) -> dict[str, State]:
-        """The sealed states that `refs` name; with a stamp, only if they were computed under it.
+        """The sealed states that `refs` name; with a stamp, only if a request under it may read what they select.
 
         Raises StateRunning if one is accepted but not sealed; Refusal `state_not_found`, `state_released` or
         `state_incompatible`.
@@ -69,17 +74,21 @@ class StateStore:
             if state_id in space.running or state_id in space.waiting:
                 not_sealed = not_sealed or state_id
             else:
-                found[state_id] = state = self.state(tenant, state_id, param="refs")
-                if stamp is not None and state.stamp != stamp:
-                    raise Refusal(
-                        "state_incompatible",
-                        f"state {state_id} was computed under {state.stamp.differences(stamp)}",
-                        hint="KV of one model, weight version or adapter means nothing to another: compute it anew",
-                        param="refs",
-                    )
+                found[state_id] = self.state(tenant, state_id, param="refs")
+                if stamp is not None and not self._may_read(stamp, found[state_id].stamp):
+                    raise _incompatible(f"state {state_id}", found[state_id].stamp, stamp)
         if not_sealed is not None:
             raise StateRunning(not_sealed)
+        if stamp is not None and self._reads:  # else all that a state sees was computed under its own stamp
+            for ref in refs:
+                for segment in found[ref.id].selected(ref):
+                    if not self._may_read(stamp, segment.stamp):
+                        raise _incompatible(f"state {origin(segment)[0]}, which {ref.id} sees,", segment.stamp, stamp)
         return found
+
+    def derivation(self) -> Derivation:
+        """For one compile: where a reference with a mapper finds its segments."""
+        return Derivation(self.holdings)
 
     def state(self, tenant: str, state_id: str, param: str = "id") -> State:
         """A sealed state; raises Refusal."""
@@ -143,15 +152,24 @@ class StateStore:
         hint = "release states that are no longer needed"
         self._check_limit(len(space.states) + unfinished, self.limits.max_states, "states", hint)
 
-    def check_remade(self, tenant: str, state_id: str, context: ContextPlan, tokens: Sequence[int]) -> None:
-        """Raise Refusal if the id was that of other tokens that are still seen: an instance has one content."""
-
-        def seen(intervals: Iterable[Interval]) -> list[tuple[str, int, int, int]]:
-            return [(one.segment.id, one.start, one.stop, one.delta) for one in intervals]
-
-        for segment in self.holdings.named(tenant, state_id):
+    def check_remade(
+        self,
+        tenant: str,
+        state_id: str,
+        context: ContextPlan,
+        tokens: Sequence[int],
+        stamp: ModelStamp | None = None,
+    ) -> None:
+        """Raise Refusal if the id was that of other tokens that are still seen, or of the same under another stamp: an
+        instance has one content."""
+        for segment in (*self.holdings.named(tenant, state_id), *self.holdings.derived(tenant, state_id)):
             same = segment.start == context.start and list(segment.tokens) == list(tokens)
-            if not same or (segment.context is not None and seen(segment.context) != seen(context.intervals)):
+            same &= stamp is None or segment.stamp == stamp
+            if segment.mapper is not None:
+                same &= segment.origin == seen(context.intervals)  # its own context is its source
+            elif segment.context is not None:
+                same &= seen(segment.context) == seen(context.intervals)
+            if not same:
                 raise self._in_use(state_id)
 
     def check_tokens(self, tenant: str, new: int) -> None:
@@ -163,6 +181,10 @@ class StateStore:
                 f"this API key may hold {limit} tokens; it holds {held}, and asks for {new}",
                 hint="release states that are no longer needed, or ask for fewer tokens",
             )
+
+    def derived_tokens(self, refs: Sequence[wire.Ref], context: ContextPlan) -> int:
+        """How many tokens `open` will add, because nobody has derived them yet."""
+        return sum(stop - start for one in self._new(refs, context) for start, stop in self.holdings.kept(one))
 
     def wait(self, waiting: Waiting) -> None:
         """A request has to wait for a parent."""
@@ -178,7 +200,9 @@ class StateStore:
         self.check_new(running.tenant, running.id, again=again)
         self._released.pop((running.tenant, running.id), None)
         self._spaces.setdefault(running.tenant, Space()).running[running.id] = running
+        derived = self._adopted(running)
         self.read(running.context.intervals)
+        self.holdings.let_go(derived)
         for ref in running.refs:
             if (key := (running.tenant, ref.id)) in self.leases:
                 self.leases.renew(key)
@@ -294,6 +318,27 @@ class StateStore:
 
     # ------------------------------------------------------------ inside
 
+    def _new(self, refs: Sequence[wire.Ref], context: ContextPlan) -> list[Segment]:
+        """The derived segments that a compile has made. All others that it finds are held."""
+        if all(ref.mapper is None for ref in refs):
+            return []
+        return [segment for segment in context.segments if segment not in self.holdings]
+
+    def _adopted(self, running: Running) -> list[Interval]:
+        """Make known what is new of what it reads. Returns what of that is kept until it is read."""
+        derived = self._new(running.refs, running.context)
+        for segment in derived:
+            self.holdings.adopt(segment)
+        return [replace(part, segment=segment) for segment in derived for part in segment.context or ()]
+
+    def _may_read(self, reader: ModelStamp, read: ModelStamp) -> bool:
+        """Whether KV that was computed under `read` means something to a request under `reader`."""
+        if read == reader or not self._reads:
+            return read == reader
+        if (_adapter_name(reader), _adapter_name(read)) not in self._reads:
+            return False
+        return replace(read, adapter=reader.adapter) == reader
+
     def _drop(self, tenant: str, state: State) -> None:
         """The client's handle is gone."""
         del self._spaces[tenant].states[state.id]
@@ -331,3 +376,17 @@ class StateStore:
         self._released[key] = None
         if len(self._released) > REMEMBERED_IDS:
             self._released.popitem(last=False)
+
+
+def _adapter_name(stamp: ModelStamp) -> str | None:
+    """None only for the model itself: an adapter without a name is nobody's, whatever is declared."""
+    return stamp.adapter and (stamp.adapter_name or stamp.adapter)
+
+
+def _incompatible(what: str, theirs: ModelStamp, mine: ModelStamp) -> Refusal:
+    return Refusal(
+        "state_incompatible",
+        f"{what} was computed under {theirs.differences(mine)}",
+        hint="KV of one model, weight version or adapter means nothing to another: compute it anew",
+        param="refs",
+    )

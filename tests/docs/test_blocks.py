@@ -10,11 +10,13 @@ import ast
 import asyncio
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +113,14 @@ def check_command(words: list[str]) -> None:
 def test_there_are_blocks_and_no_other_kinds() -> None:
     assert len(list(blocks("python"))) >= 4
     fences = sum(len(re.findall(r"^ *```\w+$", page.read_text(), re.MULTILINE)) for page in PAGES)
-    assert fences == len(list(blocks("python", "bash", "text", "json"))), "a block of a kind that nobody checks"
+    assert fences == len(list(blocks("python", "bash", "text", "json", "toml"))), "a block of a kind that nobody checks"
+
+
+def test_configuration_can_be_read() -> None:
+    for block in blocks("json"):
+        json.loads(block.code)
+    for block in blocks("toml"):
+        tomllib.loads(block.code)
 
 
 def test_links_inside_the_repository_lead_somewhere() -> None:

@@ -68,6 +68,9 @@ def test_serving_without_sglang_says_what_to_install(
 
 ARGS = {
     "page_size": 1,
+    "strip_thinking_cache": False,
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
     "dp_size": 1,
     "pp_size": 1,
     "dcp_size": 1,
@@ -92,10 +95,13 @@ ARGS = {
 }
 
 
+ATTENTION = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+
+
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("page_size", 16),
+        ("strip_thinking_cache", True),
         ("dp_size", 2),
         ("pp_size", 2),
         ("dcp_size", 2),
@@ -122,6 +128,21 @@ def test_a_flag_under_which_states_go_wrong_is_refused_by_name(flag: str, value:
         startup.refuse_flags(SimpleNamespace(**{**ARGS, flag: value}))
 
 
+@pytest.mark.parametrize("which", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"])
+def test_our_attention_beside_another_is_refused(which: str):
+    """A shift that one of them reads the other would not."""
+    args = {**ARGS, "attention_backend": "triton"}
+    startup.refuse_flags(SimpleNamespace(**args))
+    startup.refuse_flags(SimpleNamespace(**args | dict.fromkeys(ATTENTION, "anabranch")))
+    mixed = (
+        {**dict.fromkeys(ATTENTION, "anabranch"), which: "triton"}
+        if which != "attention_backend"
+        else {**args, "decode_attention_backend": "anabranch"}
+    )
+    with pytest.raises(UnsupportedSGLang, match="attention-backend other than 'anabranch', beside it"):
+        startup.refuse_flags(SimpleNamespace(**{**args, **mixed}))
+
+
 def test_flags_of_the_user_stay():
     words = with_defaults(["--model-path", "m", "--attention-backend=triton", "--dtype", "bfloat16"], cpu=True)
     assert words[:5] == ["--model-path", "m", "--attention-backend=triton", "--dtype", "bfloat16"]
@@ -142,7 +163,7 @@ def test_traits_of_an_unsupported_model_name_the_feature():
 @pytest.mark.parametrize(
     ("flags", "env", "reason"),
     [
-        (["--page-size", "16"], {}, "--page-size over 1"),
+        (["--page-size", "16", "--attention-backend", "fa3"], {}, "--page-size 16 with the attention backend fa3"),
         ([], {"SGLANG_PLUGINS": "other"}, "SGLANG_PLUGINS"),
     ],
 )

@@ -44,6 +44,7 @@ async def test_a_thousand_clients_over_one_root(besieged: Served):
         plain = await _over(_bystander(besieged), crowd)
         answers, seconds = await crowd, max(took for _, took in crowd.result())
         await asyncio.to_thread(_check, besieged, before, asked, [answer for answer, _ in answers])
+    async with httpx.AsyncClient(base_url=besieged.url, timeout=SECONDS) as client:  # idle connections were closed
         began = time.monotonic()
         released = await client.post(f"{STATES}/release", json={"ids": [root["id"], *(one["id"] for one in asked)]})
         releasing = time.monotonic() - began

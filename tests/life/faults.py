@@ -5,6 +5,7 @@ It is installed as people install plugins: a folder on the path with an entry po
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 BEFORE, AFTER, CONTROL = [7, 7, 1], [7, 7, 2], "f" * 32
@@ -20,7 +21,8 @@ def plugin(folder: Path) -> dict[str, str]:
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: life_faults\nVersion: 0\n")
     (info / "entry_points.txt").write_text(ENTRY)
     (folder / "life_faults.py").write_text(Path(__file__).read_text())
-    return {"PYTHONPATH": str(folder), "SGLANG_PLUGINS": "anabranch,anabranch_cpu,life_faults"}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    return {"PYTHONPATH": path, "SGLANG_PLUGINS": "anabranch,anabranch_cpu,life_faults"}
 
 
 def activate() -> None:

@@ -6,12 +6,13 @@ It knows no test. All serve the tiny model of the soak run, with every check of 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.engine.test_compatibility import UNPINNED, make_adapter
+from tests.adapters import UNPINNED, make_adapter
 from tests.life import faults
 from tests.life.living import Live
 from tests.serving import serve
@@ -75,14 +76,18 @@ def settings(folder: Path) -> dict[str, Setting]:
 
 
 def _adapted(folder: Path) -> Setting:
-    """Serves two adapters, `calm` and `bold`; a third, `other`, can be loaded."""
+    """Serves two adapters, `calm` and `bold`; a third, `other`, can be loaded. Some names are declared as
+    readers of others, for whatever is loaded under them."""
     (adapters := folder / "adapters").mkdir()
     (adapters / "sitecustomize.py").write_text(UNPINNED)
     config = json.loads((folder / "model" / "config.json").read_text())
     for seed, name in enumerate(("calm", "bold", "other")):
         make_adapter(adapters / name, seed, config)
     flags = ("--disable-overlap-schedule", "--enable-lora", "--lora-backend", "torch_native", "--lora-paths")
-    return Setting((*flags, f"calm={adapters / 'calm'}", f"bold={adapters / 'bold'}"), {"PYTHONPATH": str(adapters)})
+    served = (f"calm={adapters / 'calm'}", f"bold={adapters / 'bold'}")
+    declared = ("--anabranch-adapter-reads", "lenient:base,calm;calm:lenient,again,gone;again:calm")
+    path = os.pathsep.join(filter(None, (str(adapters), os.environ.get("PYTHONPATH"))))
+    return Setting((*flags, *served, *declared), {"PYTHONPATH": path})
 
 
 class Fleet:

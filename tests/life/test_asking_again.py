@@ -28,6 +28,14 @@ from tests.life.living import (
 pytestmark = pytest.mark.engine
 
 
+def test_who_gets_a_state_again_has_it_for_a_whole_lease(lively: Live):
+    request = body(text=noise(9, 5), n=2, lease=60.0)
+    first = parsed(send(lively, **request))
+    until(lambda: lively.info(first.id).json()["lease"] < 60, seconds=10)
+    assert parsed(send(lively, **request)).tokens == first.tokens
+    assert lively.info(first.id).json()["lease"] == 60
+
+
 # ------------------------------------------------------------ kept in part
 
 

@@ -1,7 +1,7 @@
 """Failures that users of systems like this reported, as tests: adapters (CASES.md). Hostile ids are in test_tenants.py.
 
 LMCache#2961, an offload key without the adapter, is a case of a later issue: nothing is offloaded yet. Its kin is here:
-what left memory is computed again under its own adapter. More of refusals: tests/engine/test_compatibility.py.
+what left memory is computed again under its own adapter.
 """
 
 from __future__ import annotations
@@ -62,6 +62,66 @@ def test_vllm_30931_adapters_share_no_kv(adapted: Live):
             else:
                 assert answer["status"] == 400
                 assert "state_incompatible" in answer["text"]
+                assert f"under adapter {owner or 'none'}, not {reader or 'none'}" in answer["text"], "by name"
+
+
+def test_vllm_30931_two_adapters_of_one_name_are_not_loaded_and_two_names_of_one_are_kept_apart(adapted: Live):
+    folder = next(adapted.log_file.parent.rglob("adapters/other"))
+    taken = adapted.post("/load_lora_adapter", lora_name="calm", lora_path=str(folder))
+    assert taken.status_code == 400, taken.text
+    _load(adapted, "one", "other")
+    _load(adapted, "two", "other")
+    made = {name: _generate(adapted, name, noise(4, 40)) for name in ("one", "two")}
+    _same(made["one"], made["two"])
+    assert made["two"]["meta_info"]["cached_tokens"] == 0
+    assert _generate(adapted, "two", [65], inherit(made["one"]["state"]))["status"] == 400
+
+
+def test_a_declared_pair_is_readable_one_way_and_not_the_other(adapted: Live):
+    """`lenient` may read the model's own states and those of `calm`, and `calm` those of `lenient`; nobody else any."""
+    _load(adapted, "lenient", "other")
+    made = {name: _generate(adapted, name, noise(5, 40)) for name in ("calm", "bold", None, "lenient")}
+    readers = {"calm": {"calm", "lenient"}, None: {None, "lenient"}, "bold": {"bold"}, "lenient": {"lenient", "calm"}}
+    for owner, allowed in readers.items():
+        for reader in made:
+            answer = _generate(adapted, reader, [65], inherit(made[owner]["state"]))
+            assert (answer["status"] == 200) == (reader in allowed), answer["text"]
+            if reader in allowed:
+                assert answer["meta_info"]["cached_tokens"] == 46, "read, and not computed again"
+    own = _generate(adapted, "lenient", [65], inherit(made["lenient"]["state"]))
+    _differ(_generate(adapted, "lenient", [65], inherit(made[None]["state"])), own)
+
+
+def test_an_adapter_that_was_loaded_again_sees_nothing_of_its_predecessor(adapted: Live):
+    """Not its states, and not through the states of another that may read them."""
+    _load(adapted, "again", "other")
+    old = _generate(adapted, "again", noise(6, 40))
+    through = _generate(adapted, "calm", [65], inherit(old["state"]))
+    assert through["status"] == 200, through["text"]
+    assert _generate(adapted, "again", [65], inherit(through["state"]))["status"] == 200
+    _unload(adapted, "again")
+    _load(adapted, "again", "bold")
+    for state in (old["state"], through["state"]):
+        refused = _generate(adapted, "again", [65], inherit(state))
+        assert refused["status"] == 400
+        assert "another load of that name" in refused["text"]
+    assert _generate(adapted, "calm", [65], inherit(old["state"]))["status"] == 200, "the name is declared, not a load"
+
+
+def test_what_left_memory_after_its_adapter_was_unloaded_is_refused(adapted: Live):
+    """It cannot be computed again, and whoever may read it is told so; the server goes on."""
+    _load(adapted, "gone", "other")
+    old = _generate(adapted, "gone", noise(7, 40))
+    before = _generate(adapted, "calm", [65], inherit(old["state"]))
+    assert adapted.flush().status_code == 200
+    _same(_generate(adapted, "calm", [65], inherit(old["state"])), before)
+    _unload(adapted, "gone")
+    assert _generate(adapted, "calm", [65], inherit(old["state"]))["status"] == 200
+    assert adapted.flush().status_code == 200
+    refused = _generate(adapted, "calm", [65], inherit(old["state"]))
+    assert refused["status"] == 400
+    assert "its adapter gone" in refused["text"]
+    assert _generate(adapted, "calm", [65])["status"] == 200
 
 
 def test_vllm_3264_a_reloaded_adapter_reads_no_old_kv(adapted: Live):
@@ -72,7 +132,7 @@ def test_vllm_3264_a_reloaded_adapter_reads_no_old_kv(adapted: Live):
     sampling = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True}
     plain = {"input_ids": noise(2, 40), "sampling_params": sampling, "lora_path": "changing"}
     old = adapted.post("/generate", **plain).json()  # SGLang's own cache has it now, too
-    assert adapted.post("/unload_lora_adapter", lora_name="changing").status_code == 200
+    _unload(adapted, "changing")
     _load(adapted, "changing", "bold")
     after = _generate(adapted, "changing", noise(2, 40))
     assert after["meta_info"]["cached_tokens"] == 0
@@ -88,6 +148,13 @@ def _load(live: Live, name: str, weights: str) -> None:
     folder = next(live.log_file.parent.rglob(f"adapters/{weights}"))
     loaded = live.post("/load_lora_adapter", lora_name=name, lora_path=str(folder))
     assert loaded.status_code == 200, loaded.text
+
+
+def _unload(live: Live, name: str) -> None:
+    """SGLang waits until nobody runs under it; of one that was refused it never learns, see below."""
+    live.rest()
+    unloaded = live.post("/unload_lora_adapter", lora_name=name)
+    assert unloaded.status_code == 200, unloaded.text
 
 
 def test_lmcache_2961_what_left_memory_comes_back_under_its_adapter(adapted: Live):

@@ -1,6 +1,6 @@
 """Failures that users of systems like this reported, as tests: fork and branch (CASES.md).
 
-Pages of 16 and 64 tokens are refused by this server so far, so that rewinding is tested at page size 1 only.
+Rewinding at page sizes over 1: tests/engine/test_pages.py.
 """
 
 from __future__ import annotations

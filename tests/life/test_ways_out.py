@@ -31,6 +31,7 @@ from tests.life.living import (
     same,
     until,
 )
+from tests.soak import tiny
 
 pytestmark = pytest.mark.engine
 
@@ -97,7 +98,7 @@ def test_a_state_that_is_not_kept(lively: Live, parent: str):
 def test_refused_before_anything_ran(lively: Live, parent: str, bad: str):
     requests = {
         "tokens outside the vocabulary": body([inherit(parent)], [100_000], 1),
-        "too long": body([inherit(parent)], [65], 9000),
+        "too long": body([inherit(parent)], [65], tiny.POSITIONS + 1000),
         "nothing new": body([inherit(parent)], [], 1),
     }
     with ending(lively):

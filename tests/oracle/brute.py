@@ -5,15 +5,17 @@ It is not the server's compiler: no intervals, no sharing, nothing clever; only 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from anabranch.wire import Explicit, Policy, Ref
 
-from .llama import Llama, Sight
+from .llama import Sight
 
 Instance = tuple[str, int]
 """(state id, index among its own tokens)."""
@@ -108,9 +110,28 @@ def _place(node: Node, choices: list[Placed], above: dict[str, tuple[Node, View]
             moved.append({one: position + by for one, position in choice.items()})
         visible = union(moved)
         return visible, _after(visible) if place.start is None else place.start
+    if place in ("same_start", "right_aligned"):
+        return _lined_up(node.refs, choices, place)
     assert place in (None, "keep"), place
     visible = union(choices)
     return visible, _after(visible)
+
+
+def _lined_up(refs: tuple[Ref, ...], choices: list[Placed], place: str) -> tuple[Placed, int]:
+    """What several references select stays; what only one selects moves as a whole, to begin or end with the others.
+
+    A reference that is listed again in every detail is one reference.
+    """
+    parts = list(dict(zip(refs, choices, strict=True)).values())
+    selections = Counter(one for part in parts for one in part)
+    visible = union(parts)
+    begin = _after({one: position for one, position in visible.items() if selections[one] > 1})
+    private = [{one: position for one, position in part.items() if selections[one] == 1} for part in parts]
+    end = begin + max((_after(part) - min(part.values()) for part in private if part), default=0)
+    for part in private:
+        for one in part:
+            visible[one] += begin - min(part.values()) if place == "same_start" else end - _after(part)
+    return visible, _after(visible) if place == "same_start" else end
 
 
 def _after(visible: Placed) -> int:
@@ -139,7 +160,13 @@ def sight(nodes: list[Node]) -> tuple[Tensor, Sight]:
     return torch.tensor(tokens), Sight(torch.tensor(mask), torch.tensor(rows), torch.tensor(row_of))
 
 
-def logprobs(nodes: list[Node], model: Llama) -> dict[str, Tensor]:
+class Forward(Protocol):
+    """A model in which who sees whom, and where, are explicit: `llama.Llama` or `library.LibraryModel`."""
+
+    def logprobs(self, tokens: Tensor, sight: Sight) -> Tensor: ...
+
+
+def logprobs(nodes: list[Node], model: Forward) -> dict[str, Tensor]:
     """Per state, [n own, vocab]: row i is the distribution of what follows own token i."""
     tokens, what = sight(nodes)
     parts = model.logprobs(tokens, what).split([len(node.own) for node in nodes])

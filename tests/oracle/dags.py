@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
+from typing import get_args
 
 from anabranch.wire import Explicit, GenerateRequest, Piece, Policy, Ref, Sampling, TextPiece, TokensPiece
 
@@ -88,7 +89,7 @@ class _Draw:
         pieces, tokens = self._input()
         generated = (0,) * rng.choice((0, 0, 1, 2, 3, 4, 6, 8))
         while True:
-            root = not parents or rng.random() < 0.12
+            root = not parents or rng.random() < 0.08
             refs = () if root else self._refs(parents)
             refs, place = self._place(refs, parents)
             node = Node(name, refs, place, tokens, generated, name=f"seed {self.seed} state {index}")
@@ -118,7 +119,7 @@ class _Draw:
 
     def _refs(self, parents: list[Node]) -> tuple[Ref, ...]:
         rng, refs = self.rng, []
-        for _ in range(rng.choice((1, 1, 1, 2, 2, 3, 4))):
+        for _ in range(rng.choice((1, 1, 2, 2, 3, 4))):
             parent = self._pick(parents, refs[-1].id if refs else None)
             n, propagate = len(parent.own), rng.random() > 0.2
             match rng.choice(("inherit", "inherit", "upto", "span", "span", "default")):
@@ -149,7 +150,7 @@ class _Draw:
     def _place(self, refs: tuple[Ref, ...], parents: list[Node]) -> tuple[tuple[Ref, ...], Policy | Explicit | None]:
         """A placement, and the references with the bases that belong to it."""
         rng = self.rng
-        place = rng.choice((None, None, None, "keep", "concat", "concat", "explicit", "explicit"))
+        place = rng.choice((None, None, None, "concat", "explicit", "explicit", *get_args(Policy)))
         if place != "explicit":
             return refs, place
         nodes = [planned.node for planned in self.states]

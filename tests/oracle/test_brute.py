@@ -53,7 +53,7 @@ def expect(view: View, visible: str, start: int, full: str | None = None) -> Non
 def test_a_root_sees_nothing_and_starts_at_0_or_where_told():
     expect(look("a", A), "", 0, "a0@0 a1@1 a2@2")
     expect(look("a", node("a", 2, place=Explicit(start=9))), "", 9, "a0@9 a1@10")
-    for place in ("keep", "concat", Explicit()):
+    for place in ("keep", "concat", "same_start", "right_aligned", Explicit()):
         expect(look("a", node("a", 1, place=place)), "", 0, "a0@0")
 
 
@@ -165,6 +165,71 @@ def test_the_smallest_position_need_not_be_the_first_token():
 def test_an_empty_reference_with_a_base_moves_nothing():
     view = look("v", A, node("v", 1, artifact("a", 1, 1, base=40), inherit("a"), place=Explicit()))
     expect(view, "a0@0 a1@1 a2@2", 3)
+
+
+LINED_UP = ("same_start", "right_aligned")
+
+
+def test_private_parts_begin_together_after_what_is_shared():
+    """b0 and b1 sit at 3 and 4 already; d, which is a root, comes to the same place; a is seen by both b and c."""
+    v = node("v", 1, inherit("b"), artifact("d", 0, 3), inherit("c"), place="same_start")
+    expect(look("v", A, B, C, node("d", 3), v), "a0@0 a1@1 a2@2 b0@3 b1@4 d0@3 d1@4 d2@5 c0@3 c1@4 c2@5 c3@6", 7)
+
+
+def test_private_parts_end_together_and_new_tokens_follow():
+    v = node("v", 1, inherit("b"), artifact("d", 0, 3), inherit("c"), place="right_aligned")
+    expect(look("v", A, B, C, node("d", 3), v), "a0@0 a1@1 a2@2 b0@5 b1@6 d0@4 d1@5 d2@6 c0@3 c1@4 c2@5 c3@6", 7)
+
+
+def test_without_anything_shared_private_parts_begin_at_0():
+    roots = node("a", 3), node("b", 2, place=Explicit(start=40))
+    refs = inherit("a"), inherit("b")
+    expect(look("v", *roots, node("v", 1, *refs, place="same_start")), "a0@0 a1@1 a2@2 b0@0 b1@1", 3)
+    expect(look("v", *roots, node("v", 1, *refs, place="right_aligned")), "a0@0 a1@1 a2@2 b0@1 b1@2", 3)
+
+
+def test_one_reference_has_no_shared_part_and_moves_as_a_whole_to_0():
+    high = node("a", 3, place=Explicit(start=40))
+    for place in LINED_UP:
+        expect(look("v", high, node("v", 1, inherit("a", 2), place=place)), "a0@0 a1@1", 2)
+
+
+def test_a_reference_that_is_listed_again_shares_nothing_with_itself():
+    high = node("a", 3, place=Explicit(start=40))
+    for place in LINED_UP:
+        expect(look("v", high, node("v", 1, inherit("a"), inherit("a"), place=place)), "a0@0 a1@1 a2@2", 3)
+        twice = node("v", 1, inherit("a"), inherit("a", propagate=False), place=place)
+        expect(look("v", high, twice), "a0@40 a1@41 a2@42", 43)
+
+
+def test_the_shared_part_stays_where_the_first_reference_has_it():
+    v = node("v", 2, artifact("b", 0, 2, base=10), place=Explicit(start=20))
+    for place in LINED_UP:
+        view = look("x", A, B, v, node("x", 1, inherit("v"), inherit("b"), place=place))
+        starts = {"same_start": "v0@12 v1@13 a0@12 a1@13 a2@14", "right_aligned": "v0@13 v1@14 a0@12 a1@13 a2@14"}
+        expect(view, f"b0@10 b1@11 {starts[place]}", 15)
+        view = look("x", A, B, v, node("x", 1, inherit("b"), inherit("v"), place=place))
+        starts = {
+            "same_start": "a0@5 a1@6 a2@7 b0@3 b1@4 v0@5 v1@6",
+            "right_aligned": "a0@5 a1@6 a2@7 b0@3 b1@4 v0@6 v1@7",
+        }
+        expect(view, starts[place], 8)
+
+
+def test_a_private_part_keeps_the_gaps_inside_it():
+    """Its extent, not its number of tokens, decides where the others end."""
+    gap = node("d", 1, inherit("c", 1), artifact("c", 3, 4))
+    v = node("v", 1, inherit("d"), artifact("b", 0, 2), place="same_start")
+    expect(look("v", A, B, C, gap, v), "a0@0 a1@1 a2@2 c0@3 c3@6 d0@7 b0@0 b1@1", 8)
+    v = node("v", 1, inherit("d"), artifact("b", 0, 2), place="right_aligned")
+    expect(look("v", A, B, C, gap, v), "a0@0 a1@1 a2@2 c0@3 c3@6 d0@7 b0@6 b1@7", 8)
+
+
+def test_a_reference_whose_tokens_are_all_shared_has_nothing_to_move():
+    v = node("v", 1, inherit("a"), inherit("b"), artifact("a", 1, 1), place="right_aligned")
+    expect(look("v", A, B, v), "a0@0 a1@1 a2@2 b0@3 b1@4", 5)
+    v = node("v", 1, inherit("a"), artifact("a", 0, 3), place="right_aligned")
+    expect(look("v", A, v), "a0@0 a1@1 a2@2", 3)
 
 
 def test_mask_and_positions_of_every_token():

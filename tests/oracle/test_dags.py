@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import combinations
+from typing import get_args
 
-from anabranch.wire import Explicit, TextPiece
+from anabranch.wire import Explicit, Policy, TextPiece
 
 from . import tiny
 from .brute import look_all, selected
@@ -60,6 +61,8 @@ def test_the_seeds_cover_every_kind_of_case():
                 seen["span"] += a < b
                 seen["default span"] += ref.kind == "artifact" and ref.span is None
             choices = [selected(ref, by_id[ref.id], views[ref.id]) for ref in node.refs]
+            times = Counter(one for choice in choices for one in choice)
+            seen["shared and private"] += {1, 2} <= {*times.values()}
             seen["one instance at two positions"] += any(
                 a[one] != b[one] for a, b in combinations(choices, 2) for one in a.keys() & b.keys()
             )
@@ -81,5 +84,7 @@ def test_the_seeds_cover_every_kind_of_case():
                 seen["delta below 0"] += delta < 0
                 seen["delta above 0"] += delta > 0
     print(seen)
-    assert len(seen) == 38, "a kind of reference, a number of references or a placement never came up"
+    assert len(seen) == 35 + 2 * len(get_args(Policy)), (
+        "a kind of reference, a number of references or a placement never came up"
+    )
     assert min(seen.values()) >= 10, seen.most_common()[-5:]

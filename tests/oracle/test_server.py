@@ -2,6 +2,7 @@
 
 It does not start the server: the fixture `oracle_server` does, and has `.url` and `.model_dir`.
 `ORACLE_SEED=5 pytest tests/oracle/test_server.py` replays one seed, `ORACLE_SEED=8-15` seeds that ran together.
+Pages of several slots are served from a tiny model: 8 seeds in CI, and 200 at every size where `slow` tests are run.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ pytestmark = pytest.mark.engine
 TOGETHER = 8
 
 
-def groups() -> list[list[int]]:
-    first, _, last = os.environ.get("ORACLE_SEED", "0-63").partition("-")
+def groups(of: str) -> list[list[int]]:
+    first, _, last = os.environ.get("ORACLE_SEED", of).partition("-")
     seeds = range(int(first), int(last or first) + 1)
     return [list(seeds[i : i + TOGETHER]) for i in range(0, len(seeds), TOGETHER)]
 
@@ -61,8 +62,29 @@ async def _run(url: str, todo: Plan) -> list[Node]:
     return nodes
 
 
-@pytest.mark.parametrize("seeds", groups(), ids=lambda seeds: f"{seeds[0]}-{seeds[-1]}")
+def span(seeds: list[int]) -> str:
+    return f"{seeds[0]}-{seeds[-1]}"
+
+
+@pytest.mark.parametrize("seeds", groups("0-15"), ids=span)
 async def test_random_dags(oracle_server, seeds: list[int]):
+    await hold_against_the_definition(oracle_server, seeds)
+
+
+@pytest.mark.parametrize("paged", [16, 64], indirect=True)
+@pytest.mark.parametrize("seeds", groups("0-7"), ids=span)
+async def test_random_dags_in_pages_of_several_slots(paged, seeds: list[int]):
+    await hold_against_the_definition(paged, seeds)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paged", [1, 16, 64], indirect=True)
+@pytest.mark.parametrize("seeds", groups("0-199"), ids=span)
+async def test_many_random_dags_at_every_page_size(paged, seeds: list[int]):
+    await hold_against_the_definition(paged, seeds)
+
+
+async def hold_against_the_definition(oracle_server, seeds: list[int]) -> None:
     words = tokenizer(oracle_server.model_dir)
     todo = [plan(s, lambda text: words.encode(text, add_special_tokens=False), uuid4().hex) for s in seeds]
     results = await asyncio.gather(*(_run(oracle_server.url, one) for one in todo), return_exceptions=True)

@@ -228,7 +228,7 @@ async def test_bad_arguments_are_refused_before_anything_is_sent(client, server,
         lambda c, s: s.append(),
         lambda c, s: s.append(""),
         lambda c, s: s.append("x", role=""),
-        lambda c, s: s.place("same_start"),
+        lambda c, s: s.place("sideways"),
         lambda c, s: s.place("concat", start=3),
         lambda c, s: s.place(start=-1),
         lambda c, s: c.state().inherit(),
@@ -289,6 +289,24 @@ async def test_explicit_placement(client: AsyncClient, server: FakeServer):
     with pytest.raises(InvalidRequestError, match="base needs explicit"):
         await client.state().inherit(client.root("c"), base=1).place("concat").explain()
     assert server.requests[-1][1].endswith("/explain"), "refused before the parent is made"
+
+
+async def test_policies_that_move_what_only_one_parent_selects(client: AsyncClient):
+    one, other = await client.root("r r").fork(2)
+    short, long = one.append("a"), other.append("b b b")
+
+    async def seen(policy: str, *parents: State) -> tuple[list[int], int]:
+        found = await client.state().inherit(*parents).place(policy).explain()
+        return [one.effective for one in found.intervals], found.start
+
+    assert await seen("same_start", short, long) == ([0, 2, 2], 5)
+    assert await seen("right_aligned", short, long) == ([0, 4, 2], 5)
+    other = client.root("c c c c")
+    assert await seen("same_start", other, short, long) == ([2, 0, 2, 2], 6), "what two select stays"
+    assert await seen("right_aligned", other, client.root("d")) == ([0, 3], 4)
+    bare = client.state().inherit(short, other)
+    with pytest.raises(InvalidRequestError, match="fits no other place"):
+        await client.state().inherit(bare, long).place("same_start").explain()
 
 
 async def test_placement_of_states_without_tokens(client: AsyncClient, server: FakeServer):

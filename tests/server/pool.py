@@ -1,7 +1,8 @@
 """A store over a fake pool, for the tests of the store and of what is in memory.
 
 No test is in here. Every token's slot is a number of its own that is used once, so a second free, a free of what is
-no longer there and a read after a free are all seen at once. Contexts come from the real compiler.
+no longer there and a read after a free are all seen at once. Pages are freed whole, as the engine's allocator does it.
+Contexts come from the real compiler.
 """
 
 from __future__ import annotations
@@ -44,22 +45,29 @@ def refused(code: str) -> Any:
 class Memory:
     """The pool. `freed` is what came back, in order."""
 
+    page_size: int = 1
     names: list[Token] = field(default_factory=list)
+    """By slot. What is left of a segment's last page is `(None, 0)`."""
     live: set[int] = field(default_factory=set)
     freed: list[Token] = field(default_factory=list)
 
     def take(self, name: Any, n: int) -> tuple[int, ...]:
+        """Fresh pages, as many as are needed."""
         slots = tuple(range(len(self.names), len(self.names) + n))
-        self.names += [(name, i) for i in range(n)]
+        self.names += [(name, i) for i in range(n)] + [(None, 0)] * (-n % self.page_size)
         self.live.update(slots)
         return slots
 
     def free(self, slots: Sequence[int], start: int, stop: int) -> None:
-        assert 0 <= start < stop <= len(slots), "nothing, or what is not there, is freed"
-        for slot in slots[start:stop]:
-            assert slot in self.live, f"{self.names[slot]} is freed, but it is not in memory"
-            self.live.remove(slot)
-            self.freed.append(self.names[slot])
+        size = self.page_size
+        assert not start % size and not stop % size, "a page is freed in part"
+        assert 0 <= start < len(slots), "what is not there is freed"
+        assert start < stop < len(slots) + size, "nothing, or what is not there, is freed"
+        for first in {slot // size * size: None for slot in slots[start:stop]}:
+            page = [slot for slot in range(first, first + size) if slot in self.live]
+            assert page, f"the page of {self.names[first]} is freed, but it is not in memory"
+            self.live.difference_update(page)
+            self.freed += [self.names[slot] for slot in page]
 
     def read(self, intervals: Iterable[Interval]) -> None:
         for interval in intervals:
@@ -72,6 +80,11 @@ class Memory:
     def clear(self) -> None:
         """As the engine does it when it is told to flush: nothing is in memory, and nothing is given back."""
         self.live.clear()
+
+    @property
+    def used(self) -> int:
+        """Slots of the pages that are not free."""
+        return len({slot // self.page_size for slot in self.live}) * self.page_size
 
     @property
     def in_memory(self) -> set[Token]:
@@ -89,6 +102,7 @@ class Pool:
     def __post_init__(self) -> None:
         self.store = StateStore(self.memory.free, self.limits)
         self.holdings = self.store.holdings
+        self.holdings.page_size = self.memory.page_size
 
     # ------------------------------------------------------------ lives
 

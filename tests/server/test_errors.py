@@ -94,7 +94,7 @@ def test_a_fault_is_named_by_the_path_to_its_field(body: dict[str, Any], param: 
 def test_a_wrong_policy_names_place_and_the_policies(place: Any):
     refusal = generate_fault(place=place)
     assert refusal.param == "place"
-    assert "'keep' or 'concat'" in refusal.message
+    assert "'keep', 'concat', 'same_start' or 'right_aligned'" in refusal.message
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,11 @@ def test_every_setting_has_a_variable_of_its_name():
         "ANABRANCH_PINNED_SHARE": "0.25",
         "ANABRANCH_EVICT": "no",
         "ANABRANCH_API_KEYS_FILE": "/etc/keys",
+        "ANABRANCH_MAPPERS": "short=low_rank:/etc/short",
+        "ANABRANCH_ADAPTER_READS": "calm:base",
     }
-    assert Limits.read(said) == Limits(60.5, 100.0, 5, 1000, 0, 0.25, False, "/etc/keys")
+    known = Limits(60.5, 100.0, 5, 1000, 0, 0.25, False, "/etc/keys", "short=low_rank:/etc/short", "calm:base")
+    assert Limits.read(said) == known
     assert isinstance(Limits.read(said).max_lease, float)
 
 

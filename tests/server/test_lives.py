@@ -7,6 +7,7 @@ pool is cleared. The fake pool sees a second free and a read after a free.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from math import inf
 from typing import Any
 
@@ -30,10 +31,13 @@ SELDOM = st.sampled_from([False] * 11 + [True])
 
 
 class Lives(RuleBasedStateMachine):
+    page_size = 1
+
     def __init__(self) -> None:
         super().__init__()
-        self.memory, self.truth = Memory(), Truth()
+        self.memory, self.truth = Memory(self.page_size), Truth(self.page_size)
         self.store = StateStore(self.memory.free, Limits(default_lease=20.0, max_lease=40.0))
+        self.store.holdings.page_size = self.page_size
         self.segments: dict[Name, Segment] = {}
         self.requests: dict[Name, Running] = {}
         self.used: list[Name] = []
@@ -43,6 +47,10 @@ class Lives(RuleBasedStateMachine):
         """What those that are being computed again read."""
         self.need: Counter[Token] = Counter()
         self.now = 0.0
+
+    def long(self, n: int) -> int:
+        """How many tokens a state gets that is `n` at page size 1: it is to have about as many pages, and a rest."""
+        return n if self.page_size == 1 else n * (self.page_size // 4 + 1) - n // 2
 
     def pick(self, data: st.DataObject, names: Any) -> Name:
         return data.draw(st.sampled_from(list(names)))
@@ -73,7 +81,7 @@ class Lives(RuleBasedStateMachine):
             made = (Ref(kind="inherit", id=parent, propagate=refs[0] == "inherit"),) if refs else ()
             sees = set(self.truth.states[tenant, parent]) if refs else set()
             name = self.opened(tenant, made, sees, sees if refs and refs[0] == "inherit" else set(), None)
-            self.sealed(name, 6)
+            self.sealed(name, self.long(6))
 
     def opened(self, tenant: str, refs: tuple[Ref, ...], sees: set, passes: set, lease: float | None) -> Name:
         name = tenant, f"{sum(owner == tenant for owner, _ in self.used):032x}"
@@ -119,7 +127,7 @@ class Lives(RuleBasedStateMachine):
         """Open and seal in one step, if all that it reads is in memory."""
         name = self.drawn(data, tenant, n_refs, None)
         if not self.store.holdings.missing(self.requests[name].context.intervals):
-            self.sealed(name, n)
+            self.sealed(name, self.long(n))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), n=st.integers(1, 5))
@@ -131,7 +139,7 @@ class Lives(RuleBasedStateMachine):
         if missing:
             self.begin(self.name_of(missing[0]))
         elif self.truth.running[name].keep:
-            self.sealed(name, n)
+            self.sealed(name, self.long(n))
         else:
             self.memory.read(self.requests[name].context.intervals)
             del self.truth.running[name]
@@ -147,7 +155,7 @@ class Lives(RuleBasedStateMachine):
             self.end(self.name_of(missing[0]), well=True)
             self.the_store_says_what_is_true()
         if self.truth.running[name].keep:
-            self.sealed(name, n)
+            self.sealed(name, self.long(n))
 
     def check_missing(self, missing: list[Segment], read: set[Name]) -> None:
         """All that must come back comes once, and after all that it needs."""
@@ -232,7 +240,7 @@ class Lives(RuleBasedStateMachine):
 
     @rule(tokens=st.integers(1, 12))
     def evict(self, tokens: int) -> None:
-        before, able = Counter(name for name, _ in self.need), self.truth.evictable(self.need)
+        before, able = self.slots_by_name(self.need), self.truth.evictable(self.need)
         freed = self.store.holdings.evict(tokens)
         gone = {name for name, one in self.segments.items() if before[name] and one.slots is None} - self.truth.out
         assert gone <= able
@@ -241,6 +249,10 @@ class Lives(RuleBasedStateMachine):
         self.truth.out |= gone
         for name in gone:
             self.happened(name, "evictions")
+
+    def slots_by_name(self, tokens: Iterable[Token]) -> Counter[Name]:
+        pages = {(name, i // self.page_size) for name, i in tokens}
+        return Counter(name for name, _ in pages for _ in range(self.page_size))
 
     def begin(self, name: Name) -> None:
         """Begin to compute it again, unless that is under way."""
@@ -277,7 +289,7 @@ class Lives(RuleBasedStateMachine):
                 self.truth.out.remove(name)
                 self.happened(name, "rebuilds")
             else:
-                self.memory.free(slots, 0, len(slots))
+                self.memory.free(slots, 0, self.store.holdings.in_pages(len(slots)))
         self.store.done_reading(context)
 
     @rule(really=SELDOM)
@@ -310,9 +322,13 @@ class Lives(RuleBasedStateMachine):
         assert {self.name_of(one) for one, _ in holdings.items()} == {name for name, _ in need}
         assert {self.name_of(one) for one, _ in holdings.items() if one.slots is None} == truth.out
         evictable = truth.evictable(need)
-        assert holdings.held_tokens == len(inside)
-        assert holdings.reclaimable_tokens == sum(name in evictable for name, _ in need)
-        assert holdings.owned_tokens == Counter(tenant for (tenant, _), _ in need)
+        slots = self.truth.slots
+        assert self.memory.used == holdings.held_tokens == slots(inside)
+        assert holdings.reclaimable_tokens == slots(token for token in need if token[0] in evictable)
+        owned: Counter[str] = Counter()
+        for (tenant, _), n in self.slots_by_name(need).items():
+            owned[tenant] += n
+        assert holdings.owned_tokens == owned
         self.readers_find_what_they_read(evictable)
         self.spaces_are_true()
         self.numbers_are_true(evictable)
@@ -325,8 +341,9 @@ class Lives(RuleBasedStateMachine):
                 self.memory.read(running.context.intervals)
             unmovable = {name for name, _ in self.need} - self.truth.out - evictable | {one for one, _ in read.sees}
             coming = unmovable & self.truth.out  # all tokens up to the last one that is needed are computed
-            expected = sum(one in unmovable - coming for one, _ in self.need)
-            expected += sum(1 + max(i for one, i in self.need if one == name) for name in coming)
+            last = {name: max(i for one, i in self.need if one == name) for name in coming}
+            stays = [token for token in self.need if token[0] in unmovable - coming]
+            expected = self.truth.slots(stays + [(name, i) for name in coming for i in range(last[name] + 1)])
             assert self.store.holdings.unmovable_beside(running.context.intervals) == expected
         for context in self.contexts.values():
             self.memory.read(context)
@@ -348,15 +365,18 @@ class Lives(RuleBasedStateMachine):
             mine = {token: n for token, n in self.need.items() if token[0][0] == tenant}
             inside = {token: n for token, n in mine.items() if token[0] not in self.truth.out}
             counts = counts_of(self.store, tenant)
-            assert counts["held_tokens"] == len(inside)
-            assert counts["evicted_tokens"] == len(mine) - len(inside)
-            assert counts["shared_tokens"] == sum(n > 1 for n in inside.values())
-            assert counts["pinned_tokens"] == sum(name in self.truth.pinned for name, _ in inside)
-            assert counts["reclaimable_tokens"] == sum(name in evictable for name, _ in inside)
+            slots = self.truth.slots
+            assert counts["held_tokens"] == slots(inside)
+            assert counts["evicted_tokens"] == slots(mine) - slots(inside)
+            shared = slots(token for token, n in inside.items() if n > 1)
+            assert shared <= counts["shared_tokens"] <= slots(inside), "who needs a page twice shares it with himself"
+            assert self.page_size > 1 or shared == counts["shared_tokens"]
+            assert counts["pinned_tokens"] == slots(token for token in inside if token[0] in self.truth.pinned)
+            assert counts["reclaimable_tokens"] == slots(token for token in inside if token[0] in evictable)
             states = [name for name in self.truth.states if name[0] == tenant]
             assert counts["states"] == len(states)
             assert counts["evicted_states"] == sum(name in self.truth.out for name in states)
-            assert labels[label(tenant)]["held_tokens"] == len(inside)
+            assert labels[label(tenant)]["held_tokens"] == slots(inside)
         told: Counter[tuple[str, str]] = Counter()
         for (tenant, event), n in self.store.counts.items():
             told[label(tenant), event] += n
@@ -374,5 +394,24 @@ class Lives(RuleBasedStateMachine):
         assert (self.store.holdings.held_tokens, self.store.holdings.reclaimable_tokens) == (0, 0)
 
 
+class LivesInPagesOf4(Lives):
+    page_size = 4
+
+
+class LivesInPagesOf16(Lives):
+    page_size = 16
+
+
+class LivesInPagesOf64(Lives):
+    page_size = 64
+
+
+SETTINGS = settings(stateful_step_count=60, deadline=None, derandomize=True, database=None)
 TestLives = Lives.TestCase
-TestLives.settings = settings(max_examples=100, stateful_step_count=60, deadline=None, derandomize=True, database=None)
+TestLives.settings = settings(SETTINGS, max_examples=100)
+TestLivesInPagesOf4 = LivesInPagesOf4.TestCase
+TestLivesInPagesOf4.settings = settings(SETTINGS, max_examples=40)
+TestLivesInPagesOf16 = LivesInPagesOf16.TestCase
+TestLivesInPagesOf16.settings = settings(SETTINGS, max_examples=15)
+TestLivesInPagesOf64 = LivesInPagesOf64.TestCase
+TestLivesInPagesOf64.settings = settings(SETTINGS, max_examples=15)

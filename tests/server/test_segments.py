@@ -1,17 +1,16 @@
-"""Segments, covers and the union of intervals, held against models that know single token instances only.
+"""Segments, intervals and covers, held against models that know single token instances only.
 
-No spec, no policy and no store.
+No spec, no policy and no store; how intervals are united is asked in `test_union.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch_server.segments import Cover, Interval, Segment, joined, unite
+from anabranch_server.segments import Cover, Interval, Segment
 
 FAST = settings(max_examples=80, deadline=None, derandomize=True, database=None)
 LENGTH = 12
@@ -32,11 +31,6 @@ def intervals(draw: st.DrawFn, shortest: int = 0) -> Interval:
 
 def instances(interval: Interval) -> list[Instance]:
     return [(interval.segment.id, i) for i in range(interval.start, interval.stop)]
-
-
-def expand(parts: Iterable[Interval]) -> list[tuple[Instance, int, bool]]:
-    """Every token instance with its delta and whether it propagates, in order."""
-    return [(one, part.delta, part.propagate) for part in parts for one in instances(part)]
 
 
 def cover_of(*added: Interval) -> Cover:
@@ -62,6 +56,18 @@ def test_segments_are_equal_only_to_themselves():
     twin = Segment("a", 100, range(LENGTH), None)
     assert twin != A
     assert len({twin, A, A}) == 2
+
+
+def test_living_segments_with_one_id_are_one_identity_and_a_number_is_never_used_again():
+    first = Segment("numbered", 0, range(3), None)
+    twin = Segment("numbered", 7, range(3), None)
+    assert first.identity is twin.identity
+    assert A.identity is not B.identity
+    number = first.identity.number
+    del first
+    assert Segment("numbered", 0, range(3), None).identity.number == number
+    del twin
+    assert Segment("numbered", 0, range(3), None).identity.number > number
 
 
 def test_an_interval_knows_where_it_was_computed_and_where_it_is_seen():
@@ -137,98 +143,3 @@ def test_a_cover_is_a_set_of_token_instances(added: list[Interval], asked: Inter
     ]
     assert all(len(part) for part, _ in parts)
     assert all(mine != next_ for (_, mine), (_, next_) in pairwise(parts)), "parts are the largest"
-
-
-# ---------------------------------------------------------------- unite
-
-
-def test_the_union_of_nothing_is_nothing():
-    assert unite([]) == []
-    assert unite([[], []]) == []
-    assert unite([[Interval(A, 4, 4)], [Interval(B, 0, 0)]]) == []
-
-
-def test_the_first_occurrence_decides_order_and_delta():
-    union = unite([[Interval(A, 4, 8, delta=1)], [Interval(B, 0, 2)], [Interval(A, 2, 10, delta=7)]])
-    assert union == [
-        Interval(A, 4, 8, delta=1),
-        Interval(B, 0, 2),
-        Interval(A, 2, 4, delta=7),
-        Interval(A, 8, 10, delta=7),
-    ]
-
-
-def test_repetition_inside_one_selection_is_seen_once_too():
-    assert unite([[Interval(A, 0, 4), Interval(A, 2, 6, delta=3)]]) == [Interval(A, 0, 4), Interval(A, 4, 6, delta=3)]
-
-
-def test_an_instance_propagates_if_any_reference_to_it_does():
-    union = unite([[Interval(A, 0, 10, propagate=False)], [Interval(A, 3, 5, delta=9)]])
-    assert union == [
-        Interval(A, 0, 3, propagate=False),
-        Interval(A, 3, 5),
-        Interval(A, 5, 10, propagate=False),
-    ]
-    assert unite([[Interval(A, 0, 2)], [Interval(A, 0, 2, propagate=False)]]) == [Interval(A, 0, 2)]
-
-
-def test_an_empty_interval_between_neighbours_does_not_part_them():
-    assert unite([[Interval(A, 0, 2), Interval(B, 1, 1), Interval(A, 2, 4)]]) == [Interval(A, 0, 4)]
-    assert unite([[Interval(A, 0, 6), Interval(A, 3, 3, delta=2), Interval(A, 6, 8)]]) == [Interval(A, 0, 8)]
-
-
-@FAST
-@given(st.lists(st.lists(intervals(), max_size=5), max_size=5))
-def test_unite_agrees_with_a_dictionary_of_single_tokens(selections: list[list[Interval]]):
-    model: dict[Instance, tuple[int, bool]] = {}
-    for selection in selections:
-        for interval in selection:
-            for one in instances(interval):
-                delta, propagates = model.get(one, (interval.delta, False))
-                model[one] = (delta, propagates or interval.propagate)
-    union = unite(selections)
-    assert expand(union) == [(one, delta, propagates) for one, (delta, propagates) in model.items()]
-    assert all(map(len, union))
-    assert union == list(joined(union)), "no two neighbours could be one"
-
-
-def test_unite_reads_each_selection_once_so_a_generator_will_do():
-    assert unite(iter([(Interval(A, 0, 2),), (Interval(A, 2, 3),)])) == [Interval(A, 0, 3)]
-
-
-# ---------------------------------------------------------------- joined
-
-
-def test_joined_glues_only_what_continues_with_equal_meaning():
-    apart = [
-        Interval(A, 0, 2),
-        Interval(B, 2, 4),  # another segment
-        Interval(B, 5, 6),  # a gap
-        Interval(B, 6, 7, delta=1),  # another delta
-        Interval(B, 7, 8, delta=1, propagate=False),  # another propagation
-        Interval(B, 0, 7, delta=1, propagate=False),  # goes back
-        Interval(B, 7, 8, delta=1, propagate=False),
-    ]
-    assert list(joined(apart)) == [*apart[:5], Interval(B, 0, 8, delta=1, propagate=False)]
-    assert list(joined([])) == []
-
-
-def test_equal_ids_do_not_make_one_segment():
-    twin = Segment("a", 100, range(LENGTH), None)
-    apart = [Interval(A, 0, 2), Interval(twin, 2, 4)]
-    assert list(joined(apart)) == apart
-
-
-@FAST
-@given(st.lists(intervals(shortest=1), max_size=8), st.data())
-def test_joined_undoes_any_cutting_and_keeps_the_meaning(whole: list[Interval], data: st.DataObject):
-    pieces = []
-    for interval in whole:
-        at = data.draw(st.integers(interval.start, interval.stop))
-        pieces += [part for part in (interval.part(interval.start, at), interval.part(at, interval.stop)) if len(part)]
-    glued = list(joined(pieces))
-    assert expand(glued) == expand(whole)
-    assert glued == list(joined(whole))
-    for mine, following in pairwise(glued):
-        one = (mine.segment, mine.stop, mine.delta, mine.propagate)
-        assert one != (following.segment, following.start, following.delta, following.propagate)

@@ -206,7 +206,7 @@ def test_an_id_is_32_lowercase_hex_digits_and_nothing_else(value: Any):
 # ---------------------------------------------------------------- the rest of a request
 
 
-@pytest.mark.parametrize("place", ["same_start", "Keep", "", 0, 3, True, [], ["keep"], {"start": "1"}, {"begin": 1}])
+@pytest.mark.parametrize("place", ["start", "Keep", "", 0, 3, True, [], ["keep"], {"start": "1"}, {"begin": 1}])
 def test_an_unknown_policy_is_refused(place: Any):
     refused(place=place)
 

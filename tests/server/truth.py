@@ -29,6 +29,7 @@ class Read:
 
 @dataclass
 class Truth:
+    page_size: int = 1
     length: dict[Name, int] = field(default_factory=dict)
     """Every segment that ever was."""
     saw: dict[Name, set[Token]] = field(default_factory=dict)
@@ -47,18 +48,31 @@ class Truth:
     # ------------------------------------------------------------ who needs what
 
     def keepers(self) -> Counter[Token]:
-        """How many need each token: states, readers, and what is out of memory while itself is needed."""
+        """How many need each token: states, readers, and what is out of memory while itself is needed. With one token
+        of a page they need the page."""
         need: Counter[Token] = Counter()
         for tokens in self.states.values():
-            need.update(tokens)
+            need.update(self.in_pages(tokens))
         for read in (*self.running.values(), *self.rebuilding.values()):
-            need.update(read.sees)
+            need.update(self.in_pages(read.sees))
         asked: set[Name] = set()
         while more := {name for name, _ in need if name in self.out} - asked:
             for name in more:
-                need.update(self.saw[name])
+                need.update(self.in_pages(self.saw[name]))
             asked |= more
         return need
+
+    def in_pages(self, tokens: set[Token]) -> set[Token]:
+        """These, and all that share a page with one of them."""
+        if self.page_size == 1:
+            return tokens
+        pages = {(name, i - i % self.page_size) for name, i in tokens}
+        ends = {name: self.length[name] for name, _ in pages}
+        return {(name, i) for name, at in pages for i in range(at, min(at + self.page_size, ends[name]))}
+
+    def slots(self, tokens: Iterable[Token]) -> int:
+        """Of all the pages that these lie in."""
+        return len({(name, i // self.page_size) for name, i in tokens}) * self.page_size
 
     def settle(self) -> Counter[Token]:
         """After any change: what is needed now. What is not, is dead and stays dead."""

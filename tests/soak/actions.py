@@ -379,8 +379,10 @@ class Actions:
         return await self.flush()
 
     async def flush(self) -> str:
-        """SGLang clears its whole pool, if nothing runs: which states are there afterwards is then looked up."""
-        known = [one for one in self.world.states.values() if one.phase == "sealed" and not one.ending]
+        """SGLang clears its whole pool, if nothing runs: which states are there afterwards is then looked up.
+
+        Those that somebody is ending (in vain perhaps) are doubted from now on, unless they are there."""
+        known = [one for one in self.world.states.values() if one.phase == "sealed"]
         since = time.monotonic()
         before = {one: one.doubt_from for one in known}
         for one in known:

@@ -5,6 +5,7 @@ It sends nothing. Where two requests race, every order of the two is allowed; wh
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -37,9 +38,11 @@ class Judge:
             reply = GenerateResponse.model_validate(answer.body)
             cut = known.interrupted or known.ending or self.world.sweeps.overlaps(known.started)
             checks.shape(known.node, known.asked, reply, may_be_cut=cut)
+            looked_at = reply.finish_reason != "cancelled" or reply.usage.context_tokens > 0
             for parent in known.parents:
                 await parent.done.wait()
-                parent.touch(known.started)
+                if looked_at:  # else nothing was read
+                    parent.touch(known.started)
             if any(parent.view is None for parent in known.parents):
                 self.world.lose(known)  # nobody saw what a parent wrote, so nothing can be said about this one
                 return "unverifiable"
@@ -58,7 +61,7 @@ class Judge:
         known.node = replace(known.node, generated=reply.tokens, top=top)
         known.view = look(known.node, {p.id: (p.node, p.view) for p in known.parents if p.view is not None})
         known.reply = reply
-        if reply.finish_reason != "cancelled" or reply.usage.context_tokens:  # cancelled before it was looked at
+        if reply.finish_reason != "cancelled" or reply.usage.context_tokens:  # else cancelled before it was looked at
             checks.usage(known.node, known.view, reply, nothing_again=not self.has("evict"))
         if not reply.kept:
             if known.body.get("keep", True) and known.undisturbed and not self._swept(known):
@@ -71,6 +74,7 @@ class Judge:
         else:
             known.phase = "sealed"
             known.shaken, known.interrupted = known.shaken or known.interrupted, False
+            known.made = time.monotonic()
             known.touch(known.started)
             if self.world.flushes.overlaps(known.started):
                 known.doubt_from = known.started
@@ -124,7 +128,8 @@ class Judge:
         return self.world.sweeps.overlaps(known.started) or self.world.flushes.overlaps(known.started)
 
     def _may_be_gone(self, known: Known) -> bool:
-        parents_sure = all(parent.sure for parent in known.parents)
+        # One that was interrupted and then made after all was not there in between.
+        parents_sure = all(one.sure and not (one.shaken and known.started <= one.made) for one in known.parents)
         return not parents_sure or not known.undisturbed or self._swept(known)
 
     def _fate(self, known: Known, state_id: str) -> str:

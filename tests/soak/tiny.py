@@ -12,7 +12,7 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
-POSITIONS = 8192
+POSITIONS = 16384
 BYTES = 256
 """Token ids below this are bytes; above are the special tokens, and then nothing."""
 VOCABULARY = 320

@@ -40,6 +40,8 @@ class Known:
     interrupted: bool = False
     shaken: bool = False
     """It was interrupted once, and then made after all."""
+    made: float = 0.0
+    """When its answer was read."""
     released: bool = False
     lease: float | None = None
     started: float = field(default_factory=time.monotonic)

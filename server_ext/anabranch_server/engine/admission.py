@@ -24,6 +24,8 @@ from anabranch_server.compile import ContextPlan, check_limits, compile_context
 from anabranch_server.engine.cache import AnabranchCache, Parked, Run, find
 from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, invalid, no_states
+from anabranch_server.mappers import check_names
+from anabranch_server.segments import Segment
 from anabranch_server.states import Running, Waiting
 
 logger = logging.getLogger(__name__)
@@ -118,15 +120,17 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any, tena
     store, model = cache.store, cache.model
     if model.traits.unsupported is not None:
         raise Refusal("unsupported_model_feature", f"states do not work with {model.traits.unsupported} yet")
+    check_names(spec.refs, cache.mappers)
     store.check_new(tenant, spec.id, again=spec.again)
-    stamp = replace(model.stamp, adapter=received.lora_id)
+    name = adapter().lora_name(scheduler, received.lora_id)
+    stamp = replace(model.stamp, adapter=received.lora_id, adapter_name=name)
     turn = store.turn_after(tenant, spec.refs) if spec.turn == "inherited" else spec.turn
     try:
         parents = store.parents(tenant, spec.refs, stamp)
     except StateRunning as running:
         store.wait(Waiting(spec.id, running.state_id, received, spec.refs, turn, spec.keep, tenant))
         raise
-    plan = compile_context(spec, parents)
+    plan = compile_context(spec, parents, store.derivation())
     if plan.shifted and model.can_shift is not None:
         shifted = next(interval for interval in plan.intervals if interval.delta)
         raise Refusal(
@@ -135,15 +139,17 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any, tena
             hint='place it with "keep"',
             param="place",
         )
+    _check_can_come_back(scheduler, cache, plan)
     own = _own_tokens(scheduler, received, len(plan))
     room = min(model.max_context - len(plan), model.traits.max_positions - plan.start) - len(own)
     sampling = received.sampling_params
     if sampling.max_new_tokens is None:
         sampling.max_new_tokens = max(room, 0)
     check_limits(plan, len(own) + sampling.max_new_tokens, model.traits.max_positions, model.max_context)
-    store.check_remade(tenant, spec.id, plan, own if sampling.max_new_tokens == 0 else ())
-    if spec.keep:
-        store.check_tokens(tenant, len(own) + sampling.max_new_tokens)
+    store.check_remade(tenant, spec.id, plan, own if sampling.max_new_tokens == 0 else (), stamp)
+    held = store.holdings.in_pages(len(own) + sampling.max_new_tokens) if spec.keep else 0
+    if held := held + store.derived_tokens(spec.refs, plan):
+        store.check_tokens(tenant, held)
     room = int(scheduler.max_total_num_tokens * store.limits.pinned_share)
     check_pool(cache, plan, len(own) + min(sampling.max_new_tokens, CLIP_MAX_NEW_TOKENS), room - scheduler.page_size)
     running = Running(
@@ -164,6 +170,25 @@ def _admit(scheduler: Any, cache: AnabranchCache, received: Any, text: Any, tena
     if received.return_logprob and received.logprob_start_len >= 0:
         received.logprob_start_len += len(plan)  # clients count from their own input
     return run
+
+
+def _check_can_come_back(scheduler: Any, cache: AnabranchCache, plan: ContextPlan) -> None:
+    """What left memory is computed again under its own adapter; a declared reader may outlive that."""
+    if not cache.store.limits.adapter_reads:
+        return
+    for segment in cache.store.holdings.missing(plan.intervals):
+        if not adapter().has_lora(scheduler, segment.stamp.adapter):
+            raise adapter_is_gone(segment)
+
+
+def adapter_is_gone(segment: Segment) -> Refusal:
+    return Refusal(
+        "state_incompatible",
+        f"state {segment.state} left memory, and its adapter {segment.stamp.adapter_name}, which would have to compute "
+        "it again, was unloaded",
+        hint="compute it anew",
+        param="refs",
+    )
 
 
 def parse_spec(text: Any, request_id: str) -> AdmittedSpec:
@@ -214,7 +239,8 @@ def _own_tokens(scheduler: Any, received: Any, visible: int) -> array:
 def check_pool(cache: AnabranchCache, plan: ContextPlan, needed: int, room: int) -> None:
     """Refuse what could only ever run after states are released; SGLang's queue would wait for it for ever.
 
-    `needed` new tokens have to fit into `room` beside everything that cannot be evicted while `plan` is read.
+    `needed` new tokens have to fit into `room`, the pool without the page that SGLang keeps back for a request's last
+    one, beside everything that cannot be evicted while `plan` is read.
     """
     store = cache.store
     again = store.holdings.missing(plan.intervals)

@@ -85,7 +85,7 @@ class Attempt:
 @dataclass(slots=True)
 class Attempts:
     """Of one HTTP process. Finished ones are remembered as long as their answers fit, and their states `exist` (which
-    raises Refusal for one that was released)."""
+    raises Refusal for one that was released; who gets a state again has it for as long as who got it first)."""
 
     exist: Callable[[Key], Awaitable[bool]]
     _running: dict[Key, Attempt] = field(default_factory=dict)

@@ -6,27 +6,41 @@ attention itself is `anabranch_kernels`'.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.base import LinearScalingRotaryEmbedding, RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.rope_variant import Llama3RotaryEmbedding
+from sglang.srt.layers.rotary_embedding.yarn import YaRNScalingRotaryEmbedding
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 
 from anabranch_kernels import BatchPlan, Rotary, plan_batch, segmented_attention
-from anabranch_server.engine import rows
+from anabranch_server.engine import rows, startup
+from anabranch_server.engine.versions import UnsupportedSGLang
+
+FREQUENCIES: dict[type, Callable[[Any], torch.Tensor]] = {
+    RotaryEmbedding: lambda rotary: rotary._compute_inv_freq(rotary.base),
+    LinearScalingRotaryEmbedding: lambda rotary: rotary._compute_inv_freq(rotary.base) / rotary.scaling_factors[0],
+    Llama3RotaryEmbedding: lambda rotary: rotary._compute_inv_freq(rotary.base),
+    YaRNScalingRotaryEmbedding: lambda rotary: rotary._compute_inv_freq(rotary.scaling_factor),
+}
+"""Radians per position and plane, of each kind of rotary layer that has such a number. Exact types: a subclass, such as
+the one for M-RoPE, is another kind."""
 
 
 class AnabranchAttention(AttentionBackend):
     def __init__(self, model_runner: Any):
         super().__init__()
+        startup.refuse_model(model_runner.server_args, model_runner.model_config)
         if model_runner.device != "cpu" and not model_runner.server_args.disable_cuda_graph:
             raise RuntimeError(
                 "the attention backend 'anabranch' cannot run in CUDA graphs yet: add --disable-cuda-graph"
             )
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = model_runner.token_to_kv_pool
-        self.rotary = _rotary(model_runner.model)
+        self.rotary = rotary_of(model_runner.model)
         self.plan = BatchPlan(())
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -64,9 +78,18 @@ class AnabranchAttention(AttentionBackend):
         return 1
 
 
-def _rotary(model: torch.nn.Module) -> Rotary | None:
-    """The rotation of the model's first rotary layer; all layers of a supported model share it."""
-    for module in model.modules():
-        if isinstance(module, RotaryEmbedding):
-            return Rotary(module._compute_inv_freq(module.base), interleaved=not module.is_neox_style)
-    return None
+def rotary_of(model: torch.nn.Module) -> Rotary:
+    """The rotation that all layers of the model share. Raises UnsupportedSGLang if there is none, or not one only.
+
+    Cosines and sines that are scaled, as YaRN's are, make no difference: keys and queries have that in them already,
+    and turning a query further is a pure rotation.
+    """
+    found = [module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")]
+    if len(found) != 1:
+        what = "no rotary embedding of SGLang's own" if not found else "rotary embeddings that differ between layers"
+        raise UnsupportedSGLang(f"the attention backend 'anabranch' does not support a model with {what}")
+    (module,) = found
+    frequencies = FREQUENCIES.get(type(module))
+    if frequencies is None:
+        raise UnsupportedSGLang(f"the attention backend 'anabranch' does not support {type(module).__name__}")
+    return Rotary(frequencies(module), interleaved=not module.is_neox_style)

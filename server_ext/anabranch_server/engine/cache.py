@@ -22,8 +22,10 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 
+from anabranch_server.engine.mapping import Mapper
 from anabranch_server.engine.rows import RowTable
 from anabranch_server.engine.versions import adapter
+from anabranch_server.errors import Refusal
 from anabranch_server.fairness import FairQueue
 from anabranch_server.limits import Limits
 from anabranch_server.models import ModelStamp, ModelTraits
@@ -91,12 +93,14 @@ class AnabranchCache(BasePrefixCache):
     def __init__(self, inner: BasePrefixCache, model: Model, limits: Limits):
         self.inner = inner
         self.model = model
-        self.store = StateStore(lambda slots, start, stop: self._free(slots[start:stop]), limits)
+        self.store = StateStore(lambda slots, start, stop: self._free(slots[start:stop]), limits, inner.page_size)
         self.runs: dict[str, Run] = {}
         """By SGLang's request id. A parked request is among them, though SGLang does not have it yet."""
         self.parked: dict[str, Parked] = {}
-        self.not_rebuilt: list[Segment] = []
-        """Whose rebuild ended without a result; whoever waits for them is still to be told."""
+        self.mappers: dict[str, Mapper] = {}
+        """By the names that references give; `startup.py` builds them."""
+        self.not_rebuilt: list[tuple[Segment, Refusal | None]] = []
+        """Whose rebuild ended without a result, and why; whoever waits for them is still to be told."""
         self.swept: list[Any] = []
         """Requests that were parked when the pool was cleared; they are still to be answered."""
         self.held_back: list[Any] = []
@@ -126,7 +130,7 @@ class AnabranchCache(BasePrefixCache):
         if run.slots is None:
             began = time.perf_counter()
             run.slots = self._slots(run)
-            run.kv_seconds = time.perf_counter() - began
+            run.kv_seconds += time.perf_counter() - began
         if adapter().is_stub(params.req, len(run.slots)):
             return adapter().match_result(run.slots[:0], NODE)
         assert len(params.key) >= len(run.slots), "something cut into the context"
@@ -170,7 +174,7 @@ class AnabranchCache(BasePrefixCache):
             self.store.done_reading(running.context.intervals)
         elif running.keep:
             tokens = (req.origin_input_ids + req.output_ids)[context : context + length]
-            self._free(slots[length:])
+            self._free(slots[self.store.holdings.in_pages(length) :])
             self.store.seal(running, tokens, slots[:length])
         else:
             self._free(slots)
@@ -178,7 +182,7 @@ class AnabranchCache(BasePrefixCache):
 
     def _restore(self, segment: Segment, slots: torch.Tensor, length: int) -> None:
         if segment in self.store.holdings and segment.slots is None:
-            self._free(slots[length:])
+            self._free(slots[self.store.holdings.in_pages(length) :])
             self.store.holdings.restore(segment, slots[:length])
         else:
             self._free(slots)  # nobody needs it any more
@@ -204,7 +208,7 @@ class AnabranchCache(BasePrefixCache):
         if run.rebuilds is not None:
             self.store.done_reading(run.running.context.intervals)
             if not run.cancelled:
-                self.not_rebuilt.append(run.rebuilds)
+                self.not_rebuilt.append((run.rebuilds, None))
         else:
             self.store.close(run.running, "cancelled" if run.cancelled else "failed")
 

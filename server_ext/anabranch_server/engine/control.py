@@ -21,6 +21,7 @@ from anabranch_server.engine.cache import AnabranchCache, find
 from anabranch_server.engine.channel import ControlReply, ControlRequest
 from anabranch_server.engine.versions import adapter
 from anabranch_server.errors import Refusal, StateRunning, no_states
+from anabranch_server.mappers import check_names, origin
 from anabranch_server.states import Waiting
 
 logger = logging.getLogger(__name__)
@@ -108,11 +109,12 @@ def _explain(scheduler: Any, cache: AnabranchCache, tenant: str, id: str | None,
             raise _not_known_yet(known.parent, "id")
         return explanation(known.context).model_dump(mode="json")
     context = wire.ContextSpec.model_validate(spec)
+    check_names(context.refs, cache.mappers, "spec.refs")
     try:
         parents = store.parents(tenant, context.refs)
     except StateRunning as running:
         raise _not_known_yet(running.state_id, "spec.refs") from None
-    return explanation(compile_context(context, parents)).model_dump(mode="json")
+    return explanation(compile_context(context, parents, store.derivation())).model_dump(mode="json")
 
 
 def _not_known_yet(state_id: str, param: str) -> Refusal:
@@ -156,7 +158,8 @@ def explanation(plan: ContextPlan) -> wire.Explanation:
     return wire.Explanation(
         intervals=tuple(
             wire.Interval(
-                state=interval.segment.id,
+                state=origin(interval.segment)[0],
+                mapper=origin(interval.segment)[1],
                 start=interval.start,
                 stop=interval.stop,
                 native=interval.native,

@@ -19,6 +19,6 @@ class CpuPlatform(CpuSRTPlatform):
         return MHATokenToKVPool
 
     def get_paged_allocator_cls(self):
-        from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+        from anabranch_server.engine.cpu_pages import CpuPagedAllocator
 
-        return PagedTokenToKVPoolAllocator
+        return CpuPagedAllocator

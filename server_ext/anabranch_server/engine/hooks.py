@@ -22,6 +22,7 @@ from anabranch_server.engine import (
     admission,
     channel,
     control,
+    paging,
     placing,
     routes,
     sealing,
@@ -67,6 +68,7 @@ def _after_weight_update(result: Any, updater: Any, received: Any) -> None:
 
 
 _MANAGERS = "sglang.srt.managers."
+_ALLOCATION = "sglang.srt.mem_cache.allocation."
 _UPDATER = _MANAGERS + "scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 
 HOOKS = (
@@ -78,6 +80,18 @@ HOOKS = (
         _MANAGERS + "schedule_batch.ScheduleBatch.prepare_for_extend",
         placing.after_prepare_for_extend,
         HookType.AFTER,
+    ),
+    Hook(_ALLOCATION + "alloc_paged_token_slots_extend", paging.around_alloc_extend, HookType.AROUND),
+    Hook(_ALLOCATION + "alloc_paged_token_slots_decode", paging.around_alloc_decode, HookType.AROUND),
+    Hook(
+        _MANAGERS + "schedule_batch.ScheduleBatch.new_tokens_required_next_decode",
+        paging.around_new_tokens_required,
+        HookType.AROUND,
+    ),
+    Hook(
+        _MANAGERS + "scheduler_components.invariant_checker.SchedulerInvariantChecker._get_total_uncached_sizes",
+        paging.around_uncached_sizes,
+        HookType.AROUND,
     ),
     Hook(
         _MANAGERS + "scheduler.Scheduler.handle_generate_request",

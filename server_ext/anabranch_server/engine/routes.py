@@ -52,7 +52,7 @@ def router(manager: Any) -> APIRouter:
 
     async def exists(key: Key) -> bool:
         try:
-            await ask(manager, "info", tenant=key[0], id=key[1])
+            await ask(manager, "renew", tenant=key[0], ids=[key[1]], lease=None, strict=True)
         except Refusal as refusal:
             if refusal.code == "state_released":
                 raise

@@ -46,11 +46,12 @@ def run(argv: list[str]) -> int:
         return 2
 
     from sglang.launch_server import run_server
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_itself_when_parent_died, kill_process_tree
 
-    from anabranch_server.engine import hooks, startup
+    from anabranch_server.engine import hooks, mapping, startup
 
     kill_itself_when_parent_died()
     load_plugins()
@@ -61,6 +62,9 @@ def run(argv: list[str]) -> int:
             words.append("--skip-server-warmup")  # SGLang's own has no key: it would be refused, and end the server
         args = prepare_server_args(words)
         startup.refuse_flags(args)
+        config = ModelConfig.from_server_args(args)
+        startup.refuse_model(args, config)
+        mapping.check_configured(config, startup.limits().mappers)
     except UnsupportedSGLang as error:
         print(f"anabranch serve: {error}", file=sys.stderr)
         return 2

@@ -5,7 +5,8 @@ No decisions here. A second version is a second module with the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from typing import Any
 
@@ -14,6 +15,7 @@ from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import (
     AbortReq,
     ReleaseMemoryOccupationReqInput,
+    UnloadLoRAAdapterReqInput,
     UpdateWeightFromDiskReqInput,
     UpdateWeightsFromDistributedReqInput,
     UpdateWeightsFromIPCReqInput,
@@ -47,6 +49,25 @@ def context_length(req: Req) -> int:
 def committed_length(req: Req) -> int:
     """Number of tokens whose KV is written, or will be by a forward that is already launched."""
     return req.kv_committed_len
+
+
+@contextmanager
+def without_contexts(requests: Iterable[tuple[Req, int]]) -> Iterator[None]:
+    """Meanwhile each of these requests is as long as if its context, whose length is given, did not exist."""
+    requests = [(req, length) for req, length in requests if req.kv is not None]
+    _lengthen(requests, -1)
+    try:
+        yield
+    finally:
+        _lengthen(requests, +1)
+
+
+def _lengthen(requests: Iterable[tuple[Req, int]], by: int) -> None:
+    for req, length in requests:
+        assert req.kv is not None
+        req.kv_committed_len += by * length
+        req.kv.kv_allocated_len += by * length
+        req.cache_protected_len += by * length
 
 
 def prefilled_length(req: Req) -> int:
@@ -165,8 +186,22 @@ def rebuild_request(received: Any, number: int, tokens: Any, adapter_id: str | N
     return again
 
 
+def lora_name(scheduler: Any, lora_id: str | None) -> str | None:
+    """The name under which an adapter was loaded; ids are unique to each load."""
+    manager = getattr(scheduler.tp_worker.model_runner, "lora_manager", None)
+    ref = manager.lora_refs.get(lora_id) if manager is not None else None
+    return ref.lora_name if ref is not None else None
+
+
+def has_lora(scheduler: Any, lora_id: str | None) -> bool:
+    """Whether requests can run under this adapter; None is the model itself."""
+    return lora_id is None or lora_id in scheduler.tp_worker.model_runner.lora_manager.lora_refs
+
+
 def needs_idle(message: Any, scheduler: Any) -> bool:
     """Whether SGLang takes for granted that nothing runs when this message comes, and ends the server if not."""
+    if isinstance(message, UnloadLoRAAdapterReqInput):  # it counts clients' requests, not our rebuilds
+        return True
     updates = (UpdateWeightFromDiskReqInput, UpdateWeightsFromDistributedReqInput, UpdateWeightsFromTensorReqInput)
     kinds = (*updates, UpdateWeightsFromIPCReqInput, ReleaseMemoryOccupationReqInput)
     return isinstance(message, kinds) and not scheduler._engine_paused
