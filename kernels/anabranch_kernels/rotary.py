@@ -5,6 +5,7 @@ Keys are never turned. Attending to a key shifted by `delta` equals attending wi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,14 @@ class Rotary:
 
     inv_freq: torch.Tensor
     interleaved: bool = False
+
+    @property
+    def turns(self) -> torch.Tensor:
+        """[rotary_dim / 2] int64: turns per position in units of 2**-64. `delta * turns`, which wraps around, is
+        exactly the angle without its whole turns. Its upper 32 bits are what a kernel needs."""
+        turns = self.inv_freq.to(device="cpu", dtype=torch.float64) / (2 * math.pi) % 1.0
+        whole = [round(turn * 2**64) for turn in turns.tolist()]
+        return torch.tensor([turn - 2**64 if turn >= 2**63 else turn for turn in whole], dtype=torch.int64)
 
     def turned(self, x: torch.Tensor, positions: int) -> torch.Tensor:
         """Turn `x` [..., head_dim] forward by `positions`. Angles in fp64, result in fp32."""

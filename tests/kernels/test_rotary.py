@@ -95,3 +95,13 @@ def test_the_result_is_fp32_and_the_input_stays():
     assert Rotary(frequencies(64)).turned(x, 5).dtype == torch.float32
     assert torch.equal(x, before)
     assert Rotary(frequencies(64)).turned(torch.zeros(0, 3, 64), 5).shape == (0, 3, 64)
+
+
+@pytest.mark.parametrize("positions", [1, -1, 100_000, -100_000, 2**31 - 1])
+def test_turns_give_the_angle_of_any_shift_without_its_whole_turns(positions: int):
+    rotary = Rotary(frequencies(128, theta=500_000.0))
+    angle = rotary.inv_freq.double() * positions
+    upper = (rotary.turns * positions) >> 32  # wraps around, as in a kernel
+    turned = upper.double() * 2**-32 * 2 * math.pi
+    assert torch.allclose(turned.cos(), angle.cos(), atol=2e-9)
+    assert torch.allclose(turned.sin(), angle.sin(), atol=2e-9)
