@@ -15,6 +15,17 @@ from tests.serving import SMALL, Served, serve
 from tests.soak import tiny
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that need a card are left out where there is none."""
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        import torch
+
+        if not torch.cuda.is_available():
+            config.hook.pytest_deselected(items=needing)
+            items[:] = [item for item in items if item not in needing]
+
+
 @pytest.fixture(scope="session")
 def model_dir() -> Path:
     from anabranch_server.pull import pull

@@ -32,10 +32,17 @@ class Rotary:
 
     def turned(self, x: torch.Tensor, positions: int) -> torch.Tensor:
         """Turn `x` [..., head_dim] forward by `positions`. Angles in fp64, result in fp32."""
+        return self.applied(x, *self.cos_sin(torch.tensor(positions, device=x.device)))
+
+    def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of turning by whole numbers of `positions` [...]: [..., rotary_dim / 2] each, fp32; angles in fp64."""
+        angle = positions.to(torch.float64)[..., None] * self.inv_freq.to(device=positions.device, dtype=torch.float64)
+        return angle.cos().float(), angle.sin().float()
+
+    def applied(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turn `x` [..., head_dim] as `cos_sin` says, in fp32."""
         x = x.float()
-        angle = self.inv_freq.to(device=x.device, dtype=torch.float64) * positions
-        cos, sin = angle.cos().float(), angle.sin().float()
-        dim = 2 * angle.numel()
+        dim = 2 * cos.shape[-1]
         head, rest = x[..., :dim], x[..., dim:]
         if self.interleaved:
             a, b = head[..., 0::2], head[..., 1::2]

@@ -27,12 +27,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 FRESH = 1 << 16
-"""Flag of a task: some of its slots are written by the kernel just before this one, which must be waited for."""
+"""Flag of a task: some of its slots, the last ones, are written by the kernel just before this one, which must be
+waited for. How many is in the bits from `FRESH_SHIFT` on; 0 there: any of them may be."""
 CAUSAL = 1 << 17
 """Flag of a task: some of its readers do not see all of its slots."""
 COUNT = FRESH - 1
+FRESH_SHIFT = 18
+FRESH_MOST = (1 << 31 - FRESH_SHIFT) - 1
 
 Int32s = NDArray[np.int32]
+
+
+def fresh_flags(count: int) -> int:
+    """Of a task whose last `count` slots are fresh."""
+    return (FRESH if count else 0) | (count << FRESH_SHIFT if count <= FRESH_MOST else 0)
+
+
+class PlanTooLarge(Exception):
+    """A step needs more than the layout has room for. `what`: rows, words, partials or slots."""
+
+    def __init__(self, what: str, needed: int, capacity: int):
+        super().__init__(f"the step needs {needed} {what}, the layout has {capacity}: make `max_{what}` larger")
+        self.what, self.needed, self.capacity = what, needed, capacity
+
+
+class Misfit(ValueError):
+    """What a planner was told of a row, or is asked of it, cannot be."""
+
+    @classmethod
+    def of_row(cls, row: int) -> Misfit:
+        return cls(f"row {row}: the table of slots has no such row that 32 bits can reach")
+
+    @classmethod
+    def of_interval(cls, row: int, interval: int) -> Misfit:
+        return cls(f"row {row}: interval {interval} ends before it starts, or beyond 32 bits or the table's width")
+
+    @classmethod
+    def of_request(cls, request: int) -> Misfit:
+        return cls(f"request {request}: fewer tokens than its context and new ones, or more than a row has")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +81,22 @@ class Layout:
     max_words: int
     max_partials: int
     max_slots: int
+
+    @classmethod
+    def for_requests(
+        cls, n_bins: int, readers_per_task: int, *, requests: int, intervals: int, tokens: int, new_tokens: int = 1
+    ) -> Layout:
+        """Enough for any step of at most so many requests, of `intervals` context intervals and `new_tokens` new
+        tokens each, that see at most `tokens` tokens in all, a token counted as often as it is seen.
+
+        Each request read on its own always fits: it has one run per interval and one of its own tokens, all rows read
+        each run, and each bin border cuts at most one task more. A plan that shares fits where intervals overlap
+        wholly or not at all; where they overlap in so many ways that it does not, nothing is shared in that step.
+        """
+        runs = requests * (intervals + 1)
+        tasks = runs * -(-new_tokens // readers_per_task) + n_bins
+        partials = runs * new_tokens + n_bins * readers_per_task
+        return cls(n_bins, readers_per_task, requests * new_tokens, tasks + partials + runs, partials, tokens)
 
     @property
     def pointers(self) -> int:
