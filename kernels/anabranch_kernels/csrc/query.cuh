@@ -51,35 +51,41 @@ __device__ __forceinline__ void turn(uint4& first, uint4& second, bool by_any, c
     second = make_uint4(b[0], b[1], b[2], b[3]);
 }
 
+// Heads whose queries are on their way at once: more of them cost registers.
+constexpr int HEADS_AT_ONCE = GROUP < 4 ? GROUP : 4;
+
 // Fills the tile with `count` readers' queries from word `reader` on, and the rows of readers that are not there with 0.
 __device__ __forceinline__ void load_queries(const DecodeParams& params, uint32 tile, int head, int reader, int count) {
     for (int item = threadIdx.x % WARPGROUP; item < READERS * PAIRS; item += WARPGROUP) {
         const int which = item / PAIRS, pair = item % PAIRS;
         const int pieces[2] = {first_piece(pair), second_piece(pair)};
-        uint4 first[GROUP], second[GROUP];
-        if (which < count) {
+        const bool present = which < count;
+        const uint4* from = nullptr;
+        bool by_any = false;
+        float cosine[8], sine[8];
+        if (present) {
             const int4 word = params.words[reader + which];
-            const uint4* from = reinterpret_cast<const uint4*>(params.query + static_cast<uint64>(word.x) * params.query_stride) +
-                                head * GROUP * PIECES;
-#pragma unroll
-            for (int h = 0; h < GROUP; ++h) {
-                first[h] = from[h * PIECES + pieces[0]];
-                second[h] = from[h * PIECES + pieces[1]];
-            }
-            const bool by_any = pair < TURNING && word.y != 0;
-            float cosine[8], sine[8];
+            from = reinterpret_cast<const uint4*>(params.query + static_cast<uint64>(word.x) * params.query_stride) +
+                   head * GROUP * PIECES;
+            by_any = pair < TURNING && word.y != 0;
             if (by_any) angles(params.turns + pair * 8, word.y, cosine, sine);
-#pragma unroll
-            for (int h = 0; h < GROUP; ++h) turn(first[h], second[h], by_any, cosine, sine);
-        } else {
-#pragma unroll
-            for (int h = 0; h < GROUP; ++h) first[h] = second[h] = make_uint4(0, 0, 0, 0);
         }
 #pragma unroll
-        for (int h = 0; h < GROUP; ++h) {
-            const int row = which * GROUP + h;
-            store_shared(tile + pieces[0] / 8 * QUERY_PANEL + swizzled(row, pieces[0] & 7), first[h]);
-            store_shared(tile + pieces[1] / 8 * QUERY_PANEL + swizzled(row, pieces[1] & 7), second[h]);
+        for (int begin = 0; begin < GROUP; begin += HEADS_AT_ONCE) {
+            uint4 first[HEADS_AT_ONCE], second[HEADS_AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < HEADS_AT_ONCE; ++i) {
+                const bool there = present && begin + i < GROUP;
+                first[i] = there ? from[(begin + i) * PIECES + pieces[0]] : make_uint4(0, 0, 0, 0);
+                second[i] = there ? from[(begin + i) * PIECES + pieces[1]] : make_uint4(0, 0, 0, 0);
+            }
+#pragma unroll
+            for (int i = 0; i < HEADS_AT_ONCE && begin + i < GROUP; ++i) {
+                if (present) turn(first[i], second[i], by_any, cosine, sine);
+                const int row = which * GROUP + begin + i;
+                store_shared(tile + pieces[0] / 8 * QUERY_PANEL + swizzled(row, pieces[0] & 7), first[i]);
+                store_shared(tile + pieces[1] / 8 * QUERY_PANEL + swizzled(row, pieces[1] & 7), second[i]);
+            }
         }
     }
 }
