@@ -64,7 +64,7 @@ class Variant:
     a multiprocessor instead of two.
 
     The narrow one serves. Measured on an H200, wide pays only where far more readers than a task holds share almost
-    everything (64 readers of 32,768 tokens: 101 us instead of 109), and it costs much where they do not (64 x 4,096
+    everything (64 readers of 32,768 tokens: 101 us instead of 105), and it costs much where they do not (64 x 4,096
     with 512 tokens each of their own: 56 us instead of 46). A CUDA graph keeps its variant, so steps cannot choose.
     """
 
