@@ -11,18 +11,16 @@ from anabranch_kernels import segmented_attention
 from benchmarks.kernels.steps import CannotDo, Launch, Prepare, Step
 
 
-def cuda(step: Step, wide: bool = False) -> Launch:
+def cuda_narrow(step: Step) -> Launch:
     from benchmarks.kernels.cuda import prepare
 
-    return prepare(step, wide=wide)
-
-
-def cuda_narrow(step: Step) -> Launch:
-    return cuda(step, wide=False)
+    return prepare(step)
 
 
 def cuda_wide(step: Step) -> Launch:
-    return cuda(step, wide=True)
+    from benchmarks.kernels.cuda import prepare
+
+    return prepare(step, wide=True)
 
 
 def tilelang(step: Step) -> Launch:
@@ -58,7 +56,6 @@ def reference(step: Step) -> Launch:
 
 
 ALL: dict[str, Prepare] = {
-    "cuda": cuda,
     "cuda-narrow": cuda_narrow,
     "cuda-wide": cuda_wide,
     "tilelang": tilelang,

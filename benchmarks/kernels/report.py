@@ -14,7 +14,7 @@ from benchmarks.kernels.measure import LAYERS, POOL_SLOTS, SETS, SHAPE
 
 Numbers = dict[str, Any]
 COLOURS = {
-    "cuda": "#0b6e99", "tilelang": "#2e8b57", "fa3": "#a23b3b", "triton": "#b8860b", "flashinfer": "#7b4fa3",
+    "tilelang": "#2e8b57", "fa3": "#a23b3b", "triton": "#b8860b", "flashinfer": "#7b4fa3",
     "cascade": "#c46aa8", "cuda-narrow": "#0b6e99", "cuda-wide": "#5fb3d4",
 }  # fmt: skip
 LABELS = {name: contender.label for name, contender in {**CONTENDERS, **ON_DEMAND}.items()}

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.kernels import cuda
 from benchmarks.kernels.placing import parts
 from benchmarks.kernels.planning import layout_for, plan
 from benchmarks.kernels.steps import CannotDo, Launch, Shape, Step
@@ -26,10 +27,7 @@ def decode(step: Step, wide: bool = False) -> Launch:
     planned = plan(step.placed, layout)
     buffer = torch.from_numpy(planned.buffer).to(step.device)
     slots = torch.from_numpy(filled(layout.max_slots, planned.copies, step.placed.table)).to(step.device)
-    partials = torch.empty(
-        layout.max_partials, shape.q_heads, shape.head_dim, dtype=torch.float16, device=step.device
-    )  # fmt: skip
-    workspace = Workspace(partials, torch.empty(layout.max_partials, shape.q_heads, device=step.device))
+    workspace = Workspace.of(cuda.shape_of(step.shape, step.shape.kv_dtype), layout.max_partials, step.device)
     out, lse = _results(step)
 
     def launch() -> tuple[Tensor, Tensor]:
@@ -40,16 +38,10 @@ def decode(step: Step, wide: bool = False) -> Launch:
 
 
 def _tilelang_shape(shape: Shape, wide: bool = False) -> Any:
-    from anabranch_kernels.tilelang_parts import Shape as TileLangShape
+    from anabranch_kernels.tilelang_launch import shape_of
 
-    if shape.stored_as:
-        raise CannotDo(f"KV in {shape.stored_as}")
-    dtype = str(shape.dtype).removeprefix("torch.")
-    turning = shape.rotary_dim or shape.head_dim
-    if shape.stored_as:
-        raise CannotDo(f"KV in {shape.stored_as}")
     try:
-        return TileLangShape(shape.q_heads, shape.kv_heads, shape.head_dim, turning, shape.interleaved, dtype, wide)
+        return shape_of(cuda.shape_of(shape, shape.kv_dtype), wide)
     except ValueError as error:
         raise CannotDo(str(error)) from error
 

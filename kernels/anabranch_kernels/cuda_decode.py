@@ -1,6 +1,6 @@
 """Decode attention over a task plan by the CUDA C++ kernels in `csrc`: variants, workspaces, launches.
 
-It neither makes the plan (`planner.py`) nor chooses between the languages (`decode.py`).
+It neither makes the plan (`planner.py`) nor chooses between the languages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Decode attention over a task plan, in TileLang: the kernel that leaves partial results.
 
-It does not join them (`tilelang_merge.py`), make the plan (`planner.py`) or choose between the languages (`decode.py`).
-The contract is `tasks.py`.
+It does not join them (`tilelang_merge.py`), make the plan (`planner.py`) or choose between the languages. The contract
+is `tasks.py`.
 
 A thread block works through one bin of tasks for one KV head. 128 producer threads gather KV by slot into a ring of
 swizzled tiles and never stop at the border of two tasks. One warpgroup attends, or two, each with 64 query rows

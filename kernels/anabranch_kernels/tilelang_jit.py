@@ -11,6 +11,8 @@ from typing import Any
 
 import tilelang
 
+from anabranch_kernels import cache
+
 HOPPER: dict[str, str] = {"kind": "cuda", "arch": "sm_90a"}
 PASSES: dict[str, Any] = {
     # Indices are clamped by the kernels. With the checks every gather would be wrapped in several branches.
@@ -29,8 +31,7 @@ PASSES: dict[str, Any] = {
 
 def cache_directory() -> Path:
     """Where compiled kernels are kept: `TILELANG_CACHE_DIR`, or `tilelang` below our own cache of kernels."""
-    ours = os.environ.get("ANABRANCH_KERNEL_CACHE") or Path.home() / ".cache" / "anabranch" / "kernels"
-    return Path(os.environ.get("TILELANG_CACHE_DIR") or Path(ours) / "tilelang")
+    return Path(os.environ.get("TILELANG_CACHE_DIR") or cache.directory() / "tilelang")
 
 
 def compiled(function: Any, target: dict[str, str] | str = HOPPER) -> Any:

@@ -1,7 +1,6 @@
 """The TileLang kernels as an engine calls them: decode of a task plan, prefill of a prefill plan.
 
-It makes no plan and does not choose between the languages (`decode.py`). Compiles when made: half a minute, or a second
-from the disk.
+It makes no plan and does not choose between the languages. Compiles when made: half a minute, or a second from disk.
 """
 
 from __future__ import annotations
