@@ -91,6 +91,14 @@ def test_merge_compiles(tmp_path: Path):
     check_resources(source(merged(LLAMA)), tmp_path)
 
 
+def test_kernels_are_kept_below_our_own_cache_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("TILELANG_CACHE_DIR", raising=False)
+    monkeypatch.setenv("ANABRANCH_KERNEL_CACHE", str(tmp_path))
+    assert tilelang_jit.cache_directory() == tmp_path / "tilelang"
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "another"))
+    assert tilelang_jit.cache_directory() == tmp_path / "another"
+
+
 @pytest.mark.slow
 @needs_nvcc
 def test_a_compiled_kernel_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
